@@ -1,0 +1,225 @@
+"""Settings: a TOML file plus ``--set key.path=value``, as typed Structs. Strict, and readable without torch.
+
+A setting exists because a user would change it; its default carries its reason on the same line.
+"""
+
+import difflib
+import hashlib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct, field
+
+
+class Run(Struct, forbid_unknown_fields=True):
+    name: str = ""  # of the run directory runs/<name>; empty: the settings file's name
+    steps: int = 100  # optimizer steps
+    seed: int = 0
+
+
+class Model(Struct, forbid_unknown_fields=True):
+    path: str = ""  # a directory, a hub id, or starter:sort (made on first use)
+    trust_remote_code: bool = False  # code from a model directory runs on load
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the trainer's master weights
+
+
+class Task(Struct, forbid_unknown_fields=True):
+    data: str = "sort"  # sort | reasoning-gym:NAME | FILE.jsonl
+    reward: str = ""  # empty: the data's own verifier; exact | math | package.module:function
+    rollout: str = ""  # empty: single turn; package.module:function, an async rollout(prompt, sample)
+    train_prompts: int = 100_000  # generated tasks: how many; files: at most so many
+    heldout_prompts: int = 512  # disjoint from training; accuracy is measured on these
+    seed: int = 0  # of the prompts
+    system_prompt: str = ""  # put before chat messages
+    options: dict[str, Any] = {}  # passed to the data's maker (reasoning-gym settings, sort's length)
+
+
+class Rollout(Struct, forbid_unknown_fields=True):
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    temperature: float = 1.0
+    max_new_tokens: int = 256  # per completion
+    groups_in_flight: int = 16  # groups one rollout works on at a time
+    max_batch: int = 256  # sequences in one forward of the transformers engine
+    reward_timeout_s: float = 10.0  # a verifier that takes longer is killed
+    reward_workers: int = 1  # processes that run the verifier
+    threads: int = 0  # CPU threads of the engine; 0: cores over peers on this machine
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: that of the wire
+
+
+class Trainer(Struct, forbid_unknown_fields=True):
+    group_size: int = 8  # completions of one prompt, compared with each other
+    groups_per_step: int = 32  # prompts in one batch
+    learning_rate: float = 1e-6
+    warmup_steps: int = 5
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 8192  # padded tokens in one forward
+    divide_by_std: bool = False  # advantage over the group's standard deviation; some runs collapse with it
+    correction: Literal["none"] = "none"  # gradient as if samples were fresh
+    mask_negatives: Literal["drift", "age", "off"] = "drift"  # which failures newer weights already avoid
+    negative_max_drift: float = 0.0  # nat per token; 0: calibrated, max(0.02, 3 x the mean at lag 0)
+    mask_truncated: bool = False  # completions cut by max_new_tokens get no gradient
+    max_lag: int = 2  # oldest version a sample may start from, in steps; 0 is synchronous training
+    wait_target: float = 0.05  # share of a step the trainer may wait before the window of credits grows
+    retries: int = 2  # a prompt superseded more often is closed for the epoch as too slow
+    credit_deadline_s: float = 600.0  # a credit older than this is revoked and accounted failed
+    threads: int = 0  # CPU threads; 0: cores over peers on this machine
+
+
+class Evaluation(Struct, forbid_unknown_fields=True):
+    every_steps: int = 25  # 0: only before and after
+    temperature: float = 1.0
+
+
+class Checkpoint(Struct, forbid_unknown_fields=True):
+    every_steps: int = 50  # 0: only at the end
+    keep: int = 2
+
+
+class Weights(Struct, forbid_unknown_fields=True):
+    wire_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the master weights'
+    bucket_mib: int = 16  # one collective operation, one digest
+    op_timeout_s: float = 2.0  # of one bucket; a dead member costs at most this
+    ready_wait_s: float = 3.0  # for a receiver to take part, then it sits out
+    form_timeout_s: float = 10.0  # to build a group
+    reform_interval_s: float = 1.0  # the formation is renewed at most this often
+    prove_deadline_s: float = 120.0  # nobody proves a version that credits need: stop with a table
+    probe_tokens: int = 32
+    probe_floor: float = 0.0  # mean absolute nat; 0: 1e-3 where engine and wire are float32, 0.1 otherwise
+
+
+class Mesh(Struct, forbid_unknown_fields=True):
+    rendezvous: str = ""  # tcp://host:port,... or file:///dir; empty: the run directory
+    preset: Literal["local", "lan", "wan"] = "lan"  # how fast a dead peer is noticed
+    address: str = ""  # to bind and advertise; empty: the one the rendezvous is reached by
+    port: int = 0  # of the control socket; 0: any
+    join_timeout_s: float = 30.0  # somebody of a tcp:// rendezvous must answer
+    trainer_timeout_s: float = 300.0  # a rollout waits so long for a trainer, a trainer for a rollout
+
+
+class Config(Struct, forbid_unknown_fields=True):
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    task: Task = field(default_factory=Task)
+    rollout: Rollout = field(default_factory=Rollout)
+    trainer: Trainer = field(default_factory=Trainer)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    weights: Weights = field(default_factory=Weights)
+    mesh: Mesh = field(default_factory=Mesh)
+
+
+AGREED = ("model", "task", "trainer", "evaluation")
+"""Sections that all peers of a run must have alike; their digests are compared at first contact."""
+
+
+def load(path: Path | str, overrides: list[str] | None = None) -> Config:
+    """The settings of a TOML file with ``key.path=value`` overrides.
+
+    Raises ValueError, in one line, naming the file, the key and the nearest valid one."""
+    path = Path(path)
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"settings file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"settings file {path} cannot be read: {e}") from None
+    except tomllib.TOMLDecodeError as e:
+        raise ValueError(f"settings file {path} is not valid TOML: {e}") from None
+    for text in overrides or []:
+        _override(tree, text)
+    config = convert(tree, str(path))
+    if not config.run.name:
+        config.run.name = path.stem
+    return config
+
+
+def convert(tree: dict, where: str = "settings") -> Config:
+    """A tree of settings as Config, checked. Raises ValueError naming key and section."""
+    _known(tree, Config, where, "")
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as e:
+        raise ValueError(f"{where}: {str(e).replace('`$.', '`')}") from None
+    _check(config, where)
+    return config
+
+
+def _override(tree: dict, text: str) -> None:
+    key, sep, value = text.partition("=")
+    if not sep or not key.strip():
+        raise ValueError(f"--set {text}: write it as section.key=value")
+    *parents, last = key.strip().split(".")
+    for part in parents:
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"--set {text}: {part} is a value, not a section")
+    try:
+        tree[last] = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        tree[last] = value.strip()  # a bare word is a string
+
+
+def _known(tree: dict, struct: type[Struct], where: str, section: str) -> None:
+    fields = {f.name: f.type for f in msgspec.structs.fields(struct)}
+    for key, value in tree.items():
+        if key not in fields:
+            raise ValueError(f"{where}: unknown {_spell(key, section)}{_nearest(key, fields, section)}")
+        inner = fields[key]
+        if isinstance(inner, type) and issubclass(inner, Struct):
+            if not isinstance(value, dict):
+                raise ValueError(f"{where}: [{key}] is a section, not a value")
+            _known(value, inner, where, key)
+
+
+def _spell(key: str, section: str) -> str:
+    return f"key {section}.{key}" if section else f"section [{key}]"
+
+
+def _nearest(key: str, fields: dict, section: str) -> str:
+    close = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {section + '.' if section else ''}{close[0]}?"
+    for outer in msgspec.structs.fields(Config):
+        if key in {f.name for f in msgspec.structs.fields(outer.type)}:
+            return f"; did you mean {outer.name}.{key}?"
+    return f"; known here: {', '.join(fields)}"
+
+
+def _check(c: Config, where: str) -> None:
+    def need(ok: bool, what: str) -> None:
+        if not ok:
+            raise ValueError(f"{where}: {what}")
+
+    need(bool(c.model.path), "model.path is missing: a model directory, a hub id, or starter:sort")
+    need(c.run.steps > 0, f"run.steps = {c.run.steps} must be at least 1")
+    need(c.trainer.group_size >= 2, f"trainer.group_size = {c.trainer.group_size}: at least 2 to compare")
+    need(c.trainer.groups_per_step >= 1, f"trainer.groups_per_step = {c.trainer.groups_per_step} must be at least 1")
+    need(0 <= c.trainer.max_lag <= 64, f"trainer.max_lag = {c.trainer.max_lag} must be between 0 and 64")
+    need(c.trainer.learning_rate > 0, f"trainer.learning_rate = {c.trainer.learning_rate} must be positive")
+    need(c.rollout.temperature > 0, f"rollout.temperature = {c.rollout.temperature} must be positive")
+    need(c.rollout.max_new_tokens >= 1, f"rollout.max_new_tokens = {c.rollout.max_new_tokens} must be at least 1")
+    need(c.rollout.groups_in_flight >= 1, "rollout.groups_in_flight must be at least 1")
+    need(c.task.heldout_prompts >= 0, f"task.heldout_prompts = {c.task.heldout_prompts} must not be negative")
+    need(c.weights.bucket_mib >= 1, f"weights.bucket_mib = {c.weights.bucket_mib} must be at least 1")
+
+
+def dumps(config: Config) -> str:
+    """The effective settings as TOML."""
+    import tomli_w
+
+    return tomli_w.dumps(msgspec.to_builtins(config))
+
+
+def agreed_digests(config: Config) -> dict[str, str]:
+    """A short digest for each section that all peers must have alike. Sampling (temperature, length) counts as agreed."""
+    parts = {name: msgspec.to_builtins(getattr(config, name)) for name in AGREED}
+    parts["trainer"] = {k: v for k, v in parts["trainer"].items() if k != "threads"}
+    parts["rollout"] = {k: getattr(config.rollout, k) for k in ("temperature", "max_new_tokens")}
+    return {
+        k: hashlib.blake2b(msgspec.json.encode(v, order="sorted"), digest_size=8).hexdigest() for k, v in parts.items()
+    }

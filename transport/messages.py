@@ -1,0 +1,416 @@
+"""The wire protocol: every message there is.
+
+A message travels as ``Envelope(run, sender, to, reply, body)``, one msgpack header followed by raw frames for large
+arrays (``codec.py``). Fields of type ``np.ndarray`` are one-dimensional little-endian arrays; their dtype is given
+beside each field and checked on arrival. All messages are level-triggered: they repeat a state, so any may be lost,
+doubled, delayed or overtaken without harm.
+
+Sections: first contact and membership (SWIM), convening, the store of a process group, weights, trajectories, looking.
+This file is a leaf: it imports nothing but the names of peers and versions, so that the pure machines can speak it.
+"""
+
+from typing import Annotated, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from mesh.identity import PeerCard, PeerId
+from mesh.version import Ballot, Lineage, Version
+
+PROTOCOL = 1
+"""Raised with every change of this file; peers of different protocols refuse each other by name."""
+
+Text = Annotated[str, Meta(max_length=4096)]
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+CreditId = Annotated[int, Meta(ge=0, lt=2**63)]
+
+
+class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag on the wire is the class name."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# First contact and membership: SWIM with Lifeguard
+# ----------------------------------------------------------------------------------------------------------------------
+
+Liveness = Literal["alive", "suspect", "dead", "left"]
+
+
+class News(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one peer says of another. A higher incarnation overrides; at the same one, dead > suspect > alive."""
+
+    card: PeerCard
+    incarnation: Count
+    state: Liveness
+    reason: Text = ""
+    accuser: PeerId = ""
+
+
+class Hello(Message):
+    """First contact with an address whose owner is unknown (``to`` is empty): let me in, and tell me who is there."""
+
+    card: PeerCard
+    incarnation: Count
+    protocol: Count = PROTOCOL
+
+
+class Welcome(Message):
+    """Answer to Hello: everybody the sender knows."""
+
+    members: list[News]
+
+
+class Refused(Message):
+    """Answer to Hello from a peer that cannot be of this mesh: another protocol or settings that must agree."""
+
+    reason: Text
+
+
+class Ping(Message):
+    seq: Count
+    news: list[News]
+
+
+class Ack(Message):
+    seq: Count
+    news: list[News]
+
+
+class PingReq(Message):
+    """Ask a third peer to ping ``target``, who has not answered me."""
+
+    seq: Count
+    target: PeerId
+    news: list[News]
+
+
+class Nack(Message):
+    """The third peer is alive but got no answer from the target either."""
+
+    seq: Count
+    news: list[News]
+
+
+class Sync(Message):
+    """A full exchange; answered by a Sync with ``reply=True``."""
+
+    members: list[News]
+    reply: bool = False
+
+
+class NotMe(Message):
+    """What you sent was for ``meant``, who is not at this address any more; I am the sender of this envelope."""
+
+    meant: PeerId
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Convening: how live peers agree on a formation
+# ----------------------------------------------------------------------------------------------------------------------
+
+Kind = Literal["weights", "gradients"]
+
+
+class Member(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
+    """One rank of a formation: an engine's worker processes are members of their own under their peer's id."""
+
+    peer: PeerId
+    worker: Count = 0
+
+
+class Invite(Message):
+    kind: Kind
+    ballot: Ballot
+    members: list[Member]
+
+
+class Accept(Message):
+    kind: Kind
+    ballot: Ballot
+
+
+class Decline(Message):
+    """Your ballot is not above ``highest``: convene with a higher counter."""
+
+    kind: Kind
+    ballot: Ballot
+    highest: Ballot
+
+
+class Go(Message):
+    """Build the group: rank is the index in ``members``. The store is kept by the convener."""
+
+    kind: Kind
+    ballot: Ballot
+    members: list[Member]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The store through which torch connects the ranks of a formation; kept by its convener
+# ----------------------------------------------------------------------------------------------------------------------
+
+StoreKey = Annotated[str, Meta(max_length=512)]
+StoreValue = Annotated[bytes, Meta(max_length=1 << 16)]
+
+
+class StoreSet(Message):
+    """``number`` makes a repeated request harmless: the answer of the first is sent again."""
+
+    kind: Kind
+    ballot: Ballot
+    number: Count
+    key: StoreKey
+    value: StoreValue
+    add: int | None = None
+    """When given, ``value`` is ignored and this amount is added to the integer under ``key``."""
+
+
+class StoreGet(Message):
+    kind: Kind
+    ballot: Ballot
+    number: Count
+    keys: list[StoreKey]
+
+
+class StoreAnswer(Message):
+    """``values`` has one entry a key; None where nothing was set yet."""
+
+    kind: Kind
+    ballot: Ballot
+    number: Count
+    values: list[StoreValue | None]
+    count: int = 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class TensorEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One stored tensor of the flat buffer: ``names`` has more than one entry where parameters are tied."""
+
+    names: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    offset: Count
+    nbytes: Count
+    buffer: bool = False
+
+
+class Probe(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Token ids (int32) and the publisher's log-probability of each after the first (float32, temperature 1)."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+class ManifestAsk(Message):
+    """A receiver does not have the manifest with this digest."""
+
+    digest: str
+
+
+class ManifestTell(Message):
+    """Part ``part`` of ``parts`` of the encoded manifest (msgpack of a list of TensorEntry)."""
+
+    digest: str
+    part: Count
+    parts: Count
+    payload: Annotated[bytes, Meta(max_length=1 << 19)]
+
+
+class Announce(Message):
+    """Publisher to receivers, repeated until they have reported: this version comes next through this formation.
+
+    ``bucket_digests`` (uint64) are xxh3-64 of each bucket; ``tensor_digests`` (uint64) of each entry of the manifest.
+    """
+
+    ballot: Ballot
+    version: Version
+    lineage: Lineage
+    manifest: str
+    bucket_bytes: Count
+    attempt: Count
+    bucket_digests: np.ndarray
+    tensor_digests: np.ndarray
+    probe: Probe
+
+
+class Report(Message):
+    """Receiver to publisher, on change and every second: where this receiver is.
+
+    ``ready_for`` is the announced (version, attempt) for which a shadow buffer waits; ``buckets`` how many of its
+    buckets arrived and verified; ``proved`` the version the engine runs, proved; ``refused`` a version that failed and
+    why. ``live_digest`` covers the engine's live tensors; engines of one ``build`` must agree on it.
+    """
+
+    ballot: Ballot | None
+    ready_for: Version | None = None
+    attempt: Count = 0
+    buckets: Count = 0
+    verified: Version | None = None
+    proved: Version | None = None
+    refused: Version | None = None
+    reason: Text = ""
+    build: str = ""
+    live_digest: str = ""
+    difference: float = 0.0
+    floor: float = 0.0
+    power: float = 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Trajectories
+# ----------------------------------------------------------------------------------------------------------------------
+
+FinishReason = Literal["stop", "length", "abort", "error", "turns"]
+
+
+class Span(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Tokens ``[start, stop)`` of a segment were sampled under ``version``."""
+
+    version: Version
+    start: Count
+    stop: Count
+
+
+class Segment(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A run of tokens that were either given (prompt, tool result) or sampled by the policy.
+
+    ``tokens`` int32 of shape (n,). For a sampled segment ``logprobs`` is float32 of shape (n,): the log-probability of
+    each token under softmax(logits / temperature) when it was sampled, and ``spans`` tile [0, n); else both are empty.
+    """
+
+    tokens: np.ndarray
+    sampled: bool
+    logprobs: np.ndarray
+    spans: list[Span] = []
+
+
+class Completion(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One sample: the prompt as its first, given segment, then what was sampled. ``reward`` None: it has none (the
+    verifier raised, timed out, or returned no finite number) and the sample teaches nothing."""
+
+    segments: list[Segment]
+    reward: float | None
+    finish: FinishReason
+    metrics: dict[str, float] = {}
+
+
+class Group(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The completions of one prompt. ``started`` is the oldest version that produced a token (what lag counts from);
+    ``generate_start`` and ``generate_stop`` are seconds since the epoch on the rollout's clock."""
+
+    completions: list[Completion]
+    started: Version
+    generate_start: float = 0.0
+    generate_stop: float = 0.0
+    failures: dict[str, int] = {}
+
+
+class Credit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A trainer's order for one group of ``size`` completions of prompt ``prompt`` of the training (or, for
+    ``evaluation``, the held-out) prompts. The engine must hold a proved version of the lineage with at least
+    ``min_version.number``; an evaluation credit is pinned to exactly ``min_version``. ``seed`` makes sampling
+    repeatable: sample i of the group draws from (seed, i)."""
+
+    id: CreditId
+    prompt: Count
+    epoch: Count
+    attempt: Count
+    size: Count
+    min_version: Version
+    seed: Count
+    evaluation: bool = False
+
+
+class HeldCredit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    id: CreditId
+    started: Version | None
+
+
+class Ask(Message):
+    """Rollout to trainer, every second and on change. ``answered`` is the highest Answer sequence number processed: a
+    credit that was sent in an Answer up to it and is in neither ``held`` nor ``kept`` is free again."""
+
+    seq: Count
+    answered: Count
+    free: Count
+    held: list[HeldCredit]
+    kept: list[CreditId]
+    returned: dict[str, int] = {}
+
+
+Outcome = Literal["trained", "superseded", "failed", "evaluated"]
+
+
+class Verdict(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    id: CreditId
+    outcome: Outcome
+
+
+class Answer(Message):
+    """Trainer to rollout, at once and after each step. ``seq`` counts the Answers to this rollout (of this trainer
+    process), starting at 1. ``again`` lists kept groups the trainer does not have: deliver them again. ``finished``:
+    the run is over, leave."""
+
+    seq: Count
+    credits: list[Credit]
+    revoked: list[CreditId]
+    verdicts: list[Verdict]
+    again: list[CreditId]
+    current: Version
+    lineage: Lineage
+    finished: bool = False
+
+
+class Delivery(Message):
+    """Rollout to trainer: the group of a credit, kept until its verdict; ``failure`` when none could be made."""
+
+    credit: CreditId
+    group: Group | None
+    failure: Text = ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Looking: what a peer shows to an observer
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Look(Message):
+    seq: Count
+
+
+class Status(Message):
+    """What a peer is doing, in one word, and its latest figures by name. ``history`` has the last rows of its curve as
+    (step, accuracy or reward); ``events`` the last things that happened, newest last."""
+
+    seq: Count
+    state: str
+    version: Version | None
+    figures: dict[str, float]
+    texts: dict[str, str]
+    events: list[tuple[float, str]] = []
+    history: list[tuple[int, float]] = []
+
+
+Body = (
+    Hello | Welcome | Refused | Ping | Ack | PingReq | Nack | Sync | NotMe
+    | Invite | Accept | Decline | Go
+    | StoreSet | StoreGet | StoreAnswer
+    | ManifestAsk | ManifestTell | Announce | Report
+    | Ask | Answer | Delivery
+    | Look | Status
+)  # fmt: skip
+
+
+class Envelope(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``run`` and ``to`` are checked before the body is acted on; ``to`` is empty only for first contact. ``reply`` is
+    the sender's control address, for answering a peer whose card is not known."""
+
+    run: str
+    sender: PeerId
+    to: PeerId
+    reply: str
+    body: Body
