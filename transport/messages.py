@@ -1,8 +1,8 @@
 """The wire protocol: every message there is.
 
 A message travels as ``Envelope(run, sender, to, reply, body)``, one msgpack header followed by raw frames for large
-arrays (``codec.py``). Fields of type ``np.ndarray`` are one-dimensional little-endian arrays; their dtype is given
-beside each field and checked on arrival. All messages are level-triggered: they repeat a state, so any may be lost,
+arrays (``codec.py``). ``Int32s``, ``Float32s`` and ``UInt64s`` are one-dimensional little-endian arrays; their dtype is
+checked on sending and on arrival. All messages are level-triggered: they repeat a state, so any may be lost,
 doubled, delayed or overtaken without harm.
 
 Sections: first contact and membership (SWIM), convening, the store of a process group, weights, trajectories, looking.
@@ -22,7 +22,11 @@ PROTOCOL = 1
 
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
-CreditId = Annotated[int, Meta(ge=0, lt=2**63)]
+CreditId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+Int32s = Annotated[np.ndarray, Meta(extra={"dtype": "int32"})]
+Float32s = Annotated[np.ndarray, Meta(extra={"dtype": "float32"})]
+UInt64s = Annotated[np.ndarray, Meta(extra={"dtype": "uint64"})]
 
 
 class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -46,7 +50,7 @@ class News(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     accuser: PeerId = ""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First contact with an address whose owner is unknown (``to`` is empty): let me in, and tell me who is there."""
 
     card: PeerCard
@@ -54,29 +58,29 @@ class Hello(Message):
     protocol: Count = PROTOCOL
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Answer to Hello: everybody the sender knows."""
 
     members: list[News]
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """Answer to Hello from a peer that cannot be of this mesh: another protocol or settings that must agree."""
 
     reason: Text
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     seq: Count
     news: list[News]
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     seq: Count
     news: list[News]
 
 
-class PingReq(Message):
+class PingReq(Message, frozen=True):
     """Ask a third peer to ping ``target``, who has not answered me."""
 
     seq: Count
@@ -84,21 +88,21 @@ class PingReq(Message):
     news: list[News]
 
 
-class Nack(Message):
+class Nack(Message, frozen=True):
     """The third peer is alive but got no answer from the target either."""
 
     seq: Count
     news: list[News]
 
 
-class Sync(Message):
+class Sync(Message, frozen=True):
     """A full exchange; answered by a Sync with ``reply=True``."""
 
     members: list[News]
     reply: bool = False
 
 
-class NotMe(Message):
+class NotMe(Message, frozen=True):
     """What you sent was for ``meant``, who is not at this address any more; I am the sender of this envelope."""
 
     meant: PeerId
@@ -118,18 +122,18 @@ class Member(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fi
     worker: Count = 0
 
 
-class Invite(Message):
+class Invite(Message, frozen=True):
     kind: Kind
     ballot: Ballot
     members: list[Member]
 
 
-class Accept(Message):
+class Accept(Message, frozen=True):
     kind: Kind
     ballot: Ballot
 
 
-class Decline(Message):
+class Decline(Message, frozen=True):
     """Your ballot is not above ``highest``: convene with a higher counter."""
 
     kind: Kind
@@ -137,7 +141,7 @@ class Decline(Message):
     highest: Ballot
 
 
-class Go(Message):
+class Go(Message, frozen=True):
     """Build the group: rank is the index in ``members``. The store is kept by the convener."""
 
     kind: Kind
@@ -153,7 +157,7 @@ StoreKey = Annotated[str, Meta(max_length=512)]
 StoreValue = Annotated[bytes, Meta(max_length=1 << 16)]
 
 
-class StoreSet(Message):
+class StoreSet(Message, frozen=True):
     """``number`` makes a repeated request harmless: the answer of the first is sent again."""
 
     kind: Kind
@@ -165,14 +169,14 @@ class StoreSet(Message):
     """When given, ``value`` is ignored and this amount is added to the integer under ``key``."""
 
 
-class StoreGet(Message):
+class StoreGet(Message, frozen=True):
     kind: Kind
     ballot: Ballot
     number: Count
     keys: list[StoreKey]
 
 
-class StoreAnswer(Message):
+class StoreAnswer(Message, frozen=True):
     """``values`` has one entry a key; None where nothing was set yet."""
 
     kind: Kind
@@ -201,17 +205,17 @@ class TensorEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 class Probe(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Token ids (int32) and the publisher's log-probability of each after the first (float32, temperature 1)."""
 
-    tokens: np.ndarray
-    logprobs: np.ndarray
+    tokens: Int32s
+    logprobs: Float32s
 
 
-class ManifestAsk(Message):
+class ManifestAsk(Message, frozen=True):
     """A receiver does not have the manifest with this digest."""
 
     digest: str
 
 
-class ManifestTell(Message):
+class ManifestTell(Message, frozen=True):
     """Part ``part`` of ``parts`` of the encoded manifest (msgpack of a list of TensorEntry)."""
 
     digest: str
@@ -220,7 +224,7 @@ class ManifestTell(Message):
     payload: Annotated[bytes, Meta(max_length=1 << 19)]
 
 
-class Announce(Message):
+class Announce(Message, frozen=True):
     """Publisher to receivers, repeated until they have reported: this version comes next through this formation.
 
     ``bucket_digests`` (uint64) are xxh3-64 of each bucket; ``tensor_digests`` (uint64) of each entry of the manifest.
@@ -232,12 +236,12 @@ class Announce(Message):
     manifest: str
     bucket_bytes: Count
     attempt: Count
-    bucket_digests: np.ndarray
-    tensor_digests: np.ndarray
+    bucket_digests: UInt64s
+    tensor_digests: UInt64s
     probe: Probe
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """Receiver to publisher, on change and every second: where this receiver is.
 
     ``ready_for`` is the announced (version, attempt) for which a shadow buffer waits; ``buckets`` how many of its
@@ -282,9 +286,9 @@ class Segment(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     each token under softmax(logits / temperature) when it was sampled, and ``spans`` tile [0, n); else both are empty.
     """
 
-    tokens: np.ndarray
+    tokens: Int32s
     sampled: bool
-    logprobs: np.ndarray
+    logprobs: Float32s
     spans: list[Span] = []
 
 
@@ -330,7 +334,7 @@ class HeldCredit(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     started: Version | None
 
 
-class Ask(Message):
+class Ask(Message, frozen=True):
     """Rollout to trainer, every second and on change. ``answered`` is the highest Answer sequence number processed: a
     credit that was sent in an Answer up to it and is in neither ``held`` nor ``kept`` is free again."""
 
@@ -350,7 +354,7 @@ class Verdict(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     outcome: Outcome
 
 
-class Answer(Message):
+class Answer(Message, frozen=True):
     """Trainer to rollout, at once and after each step. ``seq`` counts the Answers to this rollout (of this trainer
     process), starting at 1. ``again`` lists kept groups the trainer does not have: deliver them again. ``finished``:
     the run is over, leave."""
@@ -365,7 +369,7 @@ class Answer(Message):
     finished: bool = False
 
 
-class Delivery(Message):
+class Delivery(Message, frozen=True):
     """Rollout to trainer: the group of a credit, kept until its verdict; ``failure`` when none could be made."""
 
     credit: CreditId
@@ -378,11 +382,11 @@ class Delivery(Message):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Look(Message):
+class Look(Message, frozen=True):
     seq: Count
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """What a peer is doing, in one word, and its latest figures by name. ``history`` has the last rows of its curve as
     (step, accuracy or reward); ``events`` the last things that happened, newest last."""
 
