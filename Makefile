@@ -1,0 +1,50 @@
+# Everything runs from a virtual environment that the first target to need it makes.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# The torch build. Without an NVIDIA GPU the CPU build is taken where pip finds it; TORCH_INDEX may name an index that
+# has it (PyTorch's own CPU index, a company mirror). A CUDA build works on a CPU too, it is only larger.
+TORCH ?= 2.13.0
+TORCH_INDEX ?=
+INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+
+.PHONY: help demo test lint format types smoke sim fuzz clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
+
+demo: $(VENV)/.installed ## one trainer and two rollouts teach a small model to sort; one rollout is killed on the way
+	@$(BIN)/mesh up configs/quickstart.toml --rollouts 2 --kill-rollout-at 0.33 --add-rollout-at 0.66
+
+test: $(VENV)/.installed ## all tests but the slow ones
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed ## rewrite in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+smoke: $(VENV)/.installed ## the costs of the mesh as ratios, measured in one run
+	$(BIN)/python benchmarks/smoke.py
+
+SEEDS ?= 0-9999
+sim: $(VENV)/.installed ## the protocols on a simulated network: SEEDS=0-9999, or SEED=17 to replay one
+	$(BIN)/python -m tests.sim $(if $(SEED),$(SEED),--seeds $(SEEDS))
+
+clean: ## remove the virtual environment, caches and build leftovers; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a few minutes the first time)"
+	@if [ -n "$(TORCH_INDEX)" ] || nvidia-smi -L >/dev/null 2>&1; then $(PIP) install $(INDEX) "torch==$(TORCH)"; \
+	 else $(PIP) install "torch==$(TORCH)+cpu" 2>/dev/null || $(PIP) install "torch==$(TORCH)"; fi
+	@$(PIP) install -e '.[dev]'
+	@touch $@

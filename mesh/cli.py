@@ -1,0 +1,118 @@
+"""The commands ``mesh-node`` and ``mesh``."""
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Config = Annotated[Path, typer.Option("--config", "-c", help="Settings, a TOML file.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: trainer.max_lag=0")
+]
+RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; default runs/<name>.")]
+
+
+class RoleName(str, Enum):
+    rollout = "rollout"
+    trainer = "trainer"
+
+
+_node = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_mesh = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning of language models on a mesh of equal processes.",
+)
+
+
+@_node.command()
+def _run_node(
+    role: Annotated[RoleName, typer.Option("--role", help="What this peer does.")],
+    config: Config,
+    rendezvous: Annotated[
+        str, typer.Option("--rendezvous", help="tcp://host:port,... or file:///dir; default: the run directory.")
+    ] = "",
+    run: RunOption = None,
+    set_: Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Trainer: continue from the newest checkpoint.")] = False,
+    name: Annotated[str, typer.Option("--name", help="Shown to others and in file names.")] = "",
+) -> None:
+    """One peer of the mesh, in the foreground."""
+    from mesh.node import run_node
+
+    raise typer.Exit(
+        run_node(
+            role=role.value,
+            config_path=config,
+            rendezvous_url=rendezvous,
+            run=run,
+            overrides=set_,
+            resume=resume,
+            name=name,
+        )
+    )
+
+
+@_mesh.command("up")
+def _up(
+    config: Annotated[Path, typer.Argument(help="Settings, a TOML file.")],
+    rollouts: Annotated[int, typer.Option("--rollouts", "-m", min=1, help="Rollout peers.")] = 2,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Run directory; default the first free runs/<name>.")
+    ] = None,
+    set_: Set = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --run from its newest checkpoint.")
+    ] = False,
+    kill_rollout_at: Annotated[
+        float, typer.Option(min=0, max=1, help="Kill one rollout (SIGKILL) at this share of the steps; 0: never.")
+    ] = 0.0,
+    add_rollout_at: Annotated[
+        float, typer.Option(min=0, max=1, help="Start one more rollout at this share of the steps; 0: never.")
+    ] = 0.0,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
+) -> None:
+    """A whole mesh on this machine: one trainer, some rollouts, and a live view of them."""
+    from mesh.local import up
+
+    raise typer.Exit(
+        up(
+            config_path=config,
+            rollouts=rollouts,
+            run=run,
+            overrides=set_ or [],
+            resume=resume,
+            kill_rollout_at=kill_rollout_at,
+            add_rollout_at=add_rollout_at,
+            plain=plain,
+        )
+    )
+
+
+_config = typer.Typer(no_args_is_help=True, help="Look at settings.")
+_mesh.add_typer(_config, name="config")
+
+
+@_config.command("show")
+def _show(config: Annotated[Path, typer.Argument()], set_: Set = None) -> None:
+    """Print the effective settings."""
+    from mesh import config as settings
+
+    try:
+        print(settings.dumps(settings.load(config, set_)), end="")
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def node() -> None:
+    """Entry point of ``mesh-node``."""
+    _node()
+
+
+def main() -> None:
+    """Entry point of ``mesh``."""
+    _mesh()

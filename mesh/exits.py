@@ -1,0 +1,15 @@
+"""Exit codes, and the exceptions that end a peer with one of them."""
+
+FINISHED = 0
+FAILURE = 1
+USAGE = 2
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may requeue
+STOPPED = 130
+
+
+class Requeue(RuntimeError):
+    """The peer cannot go on for want of others; what could be saved is saved. Exit code 75."""
+
+
+class Stopped(Exception):
+    """The user (or the scheduler) asked the peer to stop. Exit code 130."""

@@ -1,0 +1,248 @@
+"""A whole mesh on this machine: spawns the peers, watches them as an observer, shows them, and sums up."""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from mesh import config as settings
+from mesh import exits, launch, logs, view
+from mesh.node import Node
+from mesh.rundir import RunDir, fresh
+from transport.messages import Look, Status
+
+PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """One spawned peer. It dies with this process, whatever ends that."""
+
+    def __init__(self, role: str, name: str, run: RunDir, arguments: list[str]):
+        self.name = name
+        self.role = role
+        self.out = run.logs / f"{name}.out"
+        command = [sys.executable, "-m", "mesh.node", "--role", role, "--config", str(run.config)]
+        with open(self.out, "wb") as out:
+            self.process = subprocess.Popen(
+                [*command, "--run", str(run.path), "--name", name, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then asks the peers to leave
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    def first_error(self) -> str:
+        """The first line that says what went wrong, for a peer that failed."""
+        lines = self.out.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if "error:" in line or " E " in line]
+        return (errors or lines[-1:] or ["no output"])[0]
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def up(
+    *,
+    config_path: Path,
+    rollouts: int,
+    run: Path | None,
+    overrides: list[str],
+    resume: bool,
+    kill_rollout_at: float,
+    add_rollout_at: float,
+    plain: bool,
+) -> int:
+    """Run the mesh of one trainer and some rollouts to the end. Returns the exit code: 0 only if the trainer finished
+    and its ledger closed."""
+    console = Console()
+    try:
+        config = settings.load(config_path, overrides)
+        directory = RunDir.make(run or fresh(Path("runs"), config.run.name))
+        if not resume and directory.summary.exists():
+            raise ValueError(f"{directory.path} holds a finished run; choose another with --run, or --resume it")
+        threads = launch.threads_for(0, 1 + rollouts)
+        config.trainer.threads = config.trainer.threads or threads
+        config.rollout.threads = config.rollout.threads or threads
+        directory.write_config(config)
+        logs.setup("mesh-up", directory.logs / "mesh-up.log", stderr=False)
+        node = Node(
+            role="observer", config=config, run=directory, name=f"view@{socket.gethostname()}", launch=launch.detect()
+        )
+        local = Local(node, console, rollouts, resume, kill_rollout_at, add_rollout_at, plain)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return exits.FAILURE
+    node.stop.install()
+    try:
+        return local.watch()
+    finally:
+        local.end()
+
+
+class Local:
+    """The processes of a local mesh, and an observer among them."""
+
+    def __init__(
+        self,
+        node: Node,
+        console: Console,
+        rollouts: int,
+        resume: bool,
+        kill_at: float,
+        add_at: float,
+        plain: bool,
+    ):
+        self.node = node
+        self.console = console
+        self.plain = plain or not console.is_terminal
+        self.steps = node.config.run.steps
+        self.kill_at = int(kill_at * self.steps)
+        self.add_at = int(add_at * self.steps)
+        self.seen = view.Seen(run=node.run.path.name, steps=self.steps)
+        self.peer = node.peer()
+        self.peer.on(Status, self._status)
+        self._seq = 0
+        self.peer.every(0.5, self._look)
+        self.peer.start()
+        host = socket.gethostname()
+        self.children = [Child("trainer", f"trainer@{host}", node.run, ["--resume"] if resume else [])]
+        self.children += [Child("rollout", f"rollout-{i}@{host}", node.run, []) for i in range(rollouts)]
+
+    def _look(self) -> None:
+        self._seq += 1
+        self.seen.cards = {card.id: card for card in self.peer.live()}
+        for card in self.peer.live():
+            if card.role != "observer":
+                self.peer.send(card.id, Look(seq=self._seq))
+
+    def _status(self, sender: str, status: Status) -> None:
+        self.seen.status[sender] = (time.monotonic(), status)
+
+    def watch(self) -> int:
+        """Until the trainer has ended: draw, do the planned kill and join, and notice who ended."""
+        trainer = self.children[0]
+        if self.plain:
+            self.console.print(f"run directory {self.node.run.path}")
+            while trainer.code is None and not self.node.stop.is_set():
+                self._turn()
+                self.console.print(view.line(self.seen), highlight=False)
+                self._pause(2.0)
+        else:
+            with Live(console=self.console, refresh_per_second=4, transient=False) as live:
+                while trainer.code is None and not self.node.stop.is_set():
+                    self._turn()
+                    live.update(view.draw(self.seen, self.console.width))
+                    self._pause(0.25)
+                live.update(view.draw(self.seen, self.console.width))
+        if self.node.stop.is_set():
+            self.console.print("stopping: the peers save and leave; Ctrl-C again ends them at once")
+            self.end()
+            return exits.STOPPED
+        return self._sum_up(trainer)
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, but look at the plan (kill, join) often enough to be on the step."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.children[0].code is None and not self.node.stop.is_set():
+            time.sleep(0.05)
+            self._plan()
+
+    def _plan(self) -> None:
+        step = self.seen.step
+        if self.kill_at and step >= self.kill_at:
+            self.kill_at = 0
+            victim = next((c for c in reversed(self.children) if c.role == "rollout" and c.code is None), None)
+            if victim:
+                os.kill(victim.process.pid, signal.SIGKILL)
+                self._mark(step, f"{victim.name} killed (SIGKILL)")
+        if self.add_at and step >= self.add_at:
+            self.add_at = 0
+            number = sum(c.role == "rollout" for c in self.children)
+            name = f"rollout-{number}@{socket.gethostname()}"
+            self.children.append(Child("rollout", name, self.node.run, []))
+            self._mark(step, f"{name} started")
+
+    def _mark(self, step: int, text: str) -> None:
+        self.seen.marks.append((step, text))
+        self.peer.note(f"step {step}: {text}")
+        if self.plain:
+            self.console.print(f"step {step}: {text}", highlight=False)
+
+    def _turn(self) -> None:
+        for child in self.children[1:]:
+            if child.code is not None and child.name not in self.seen.gone and child.code != exits.FINISHED:
+                killed = child.code < 0
+                how = (
+                    f"killed by {signal.Signals(-child.code).name}"
+                    if killed
+                    else f"exit {child.code}: {child.first_error()}"
+                )
+                self.seen.gone[child.name] = how
+                if self.plain:
+                    self.console.print(f"{child.name} ended: {how}", highlight=False)
+
+    def _sum_up(self, trainer: Child) -> int:
+        run = self.node.run
+        if trainer.code != exits.FINISHED or not run.summary.exists():
+            how = f"{trainer.name} ended with exit code {trainer.code}: {trainer.first_error()}"
+            self.console.print(f"[red]error:[/] {how}", highlight=False)
+            self.console.print(f"logs in {run.logs}", highlight=False)
+            return trainer.code if trainer.code and trainer.code > 0 else exits.FAILURE
+        summary = json.loads(run.summary.read_text())
+        self.console.print(_summary_text(summary, run), highlight=False)
+        return exits.FINISHED if summary["ledger_closed"] else exits.FAILURE
+
+    def end(self, grace_s: float = 8.0) -> None:
+        """Nothing is left running: peers leave by themselves when the run is over, are asked to, or are killed."""
+        deadline = time.monotonic() + (3.0 if self.children[0].code == exits.FINISHED else 0.0)
+        while time.monotonic() < deadline and any(c.code is None for c in self.children):
+            time.sleep(0.05)
+        for child in self.children:
+            if child.code is None:
+                child.process.terminate()
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and any(c.code is None for c in self.children):
+            time.sleep(0.05)
+        for child in self.children:
+            if child.code is None:
+                child.process.kill()
+                child.process.wait(5.0)
+        self.peer.leave("the view is closed")
+
+
+def _summary_text(summary: dict, run: RunDir) -> str:
+    ledger, tokens = summary["ledger"], summary["ledger_tokens"]
+    wide = max(len(str(v)) for v in ledger.values())
+    rows = [
+        "",
+        f"accuracy   {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}   "
+        f"(one sample at temperature 1 on {summary['accuracy_samples']} held-out prompts, "
+        f"95% {summary['accuracy_after_low']:.3f}-{summary['accuracy_after_high']:.3f})",
+        f"steps      {summary['steps']} in {summary['wall_s']:.1f} s, {summary['tokens_per_s']:,.0f} sampled tokens/s, "
+        f"trainer waiting {summary['trainer_wait_share']:.1%}",
+        f"weights    {summary['versions_published']} versions published, {summary['versions_proved']} proved; "
+        f"lag {summary['max_lag_trained']} of at most {summary['max_lag_allowed']} trained",
+        "ledger     " + "  ".join(f"{k} {v:>{wide}}" for k, v in ledger.items()) + "   groups",
+        "           " + "  ".join(f"{k} {v}" for k, v in tokens.items()) + "   tokens",
+        f"           {'closed: every credit is in exactly one account' if summary['ledger_closed'] else 'NOT CLOSED'}",
+        "",
+        f"model      {run.model}",
+        f"metrics    {run.metrics}   (tensorboard --logdir {run.tensorboard})",
+        f"curve      {run.reward_png}",
+        f"ledger     {run.ledgers}",
+    ]
+    return "\n".join(rows)

@@ -1,0 +1,159 @@
+"""One peer in the foreground: what ``mesh-node`` and ``python -m mesh.node`` run."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mesh import config as settings
+from mesh import exits, launch, logs, rendezvous, secret
+from mesh.identity import Role
+from mesh.rundir import RunDir
+
+
+class Stop:
+    """Set by the first SIGINT or SIGTERM; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.why = ""
+        self._wake: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def on_stop(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called from the signal handler, so that whoever waits looks at once."""
+        self._wake.append(wake)
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        if self.event.is_set():
+            os._exit(exits.STOPPED)
+        self.why = signal.Signals(number).name
+        self.event.set()
+        for wake in self._wake:
+            wake()
+
+    def is_set(self) -> bool:
+        return self.event.is_set()
+
+    def check(self) -> None:
+        if self.event.is_set():
+            raise exits.Stopped(self.why)
+
+
+@dataclass
+class Node:
+    """What a role needs to know of the process it runs in."""
+
+    role: Role
+    config: settings.Config
+    run: RunDir
+    name: str
+    launch: launch.Launch
+    resume: bool = False
+    stop: Stop = field(default_factory=Stop)
+
+    def peer(self) -> Any:
+        """The peer of this process, its sockets bound but not yet joined. Raises ValueError, in one line."""
+        from mesh.peer import Peer
+
+        key = secret.load(self.run.path)
+        meeting = rendezvous.parse(self.config.mesh.rendezvous or f"file://{self.run.rendezvous}")
+        return Peer(
+            config=self.config,
+            role=self.role,
+            name=self.name,
+            host=socket.gethostname(),
+            run=secret.run_id(key, self.config.run.name),
+            keys=secret.keys(key),
+            rendezvous=meeting,
+            address=launch.advertised_address(meeting, self.config.mesh.address),
+            agreed=settings.agreed_digests(self.config) if self.role != "observer" else {},
+        )
+
+    def join(self, peer: Any) -> None:
+        """Start the peer and wait until the mesh has answered, or go on as its first."""
+        peer.start()
+        seeds = [a for a in peer.seeds() if a != peer.address]
+        peer.join(self.config.mesh.join_timeout_s, needed=bool(seeds) and self.config.mesh.rendezvous[:6] == "tcp://")
+
+
+def run_node(
+    *,
+    role: Role,
+    config_path: Path,
+    rendezvous_url: str = "",
+    run: Path | None = None,
+    overrides: list[str] | None = None,
+    resume: bool = False,
+    name: str = "",
+) -> int:
+    """Start one peer and work until the run is over. Returns the exit code; errors are one line on stderr, with the
+    traceback in the peer's log."""
+    where = ""
+    try:
+        config = settings.load(config_path, overrides)
+        if rendezvous_url:
+            config.mesh.rendezvous = rendezvous_url
+        directory = RunDir.make(run or Path("runs") / config.run.name)
+        here = launch.detect()
+        name = name or f"{role}-{here.rank if here.kind != 'alone' else secrets_suffix()}@{socket.gethostname()}"
+        log_file = directory.logs / f"{name}.log"
+        log = logs.setup(name, log_file)
+        where = f" (traceback in {log_file})"
+        for warning in here.warnings:
+            log.warning(warning)
+        node = Node(role=role, config=config, run=directory, name=name, launch=here, resume=resume)
+        node.stop.install()
+        main = _main_of(role)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return exits.FAILURE
+    try:
+        return main(node)
+    except exits.Stopped as e:
+        log.info("stopped by %s", e)
+        return exits.STOPPED
+    except exits.Requeue as e:
+        log.error("%s", e)
+        return exits.TRY_AGAIN
+    except ValueError as e:
+        log.debug("failed", exc_info=True)
+        log.error("error: %s", e)
+        return exits.FAILURE
+    except Exception as e:  # the last place that can say it in one line
+        log.debug("failed", exc_info=True)
+        log.error("error: %s: %s%s", type(e).__name__, e, where)
+        return exits.FAILURE
+
+
+def secrets_suffix() -> str:
+    import secrets
+
+    return secrets.token_hex(2)
+
+
+def _main_of(role: Role) -> Callable[[Node], int]:
+    from transport.nccl_env import set_nccl_environment
+
+    set_nccl_environment()  # before torch is imported
+    if role == "trainer":
+        from roles.trainer.trainer import main
+    elif role == "rollout":
+        from roles.rollout.rollout import main
+    else:
+        raise ValueError(f"role {role} does no work; mesh-node takes rollout or trainer")
+    return main
+
+
+if __name__ == "__main__":
+    from mesh.cli import node
+
+    node()

@@ -1,0 +1,371 @@
+"""One process of the mesh: its endpoint, its view of who is alive, its part in formations.
+
+One thread, the *loop*, owns the sockets and every pure machine: it receives, hands each message to the machine or
+handler it is for, ticks the machines and executes their effects in order. Work (sampling, training, collectives) runs on
+other threads and reaches the loop through ``post`` and ``call``, so the peer answers pings while torch computes.
+"""
+
+import collections
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from transport.endpoint import Endpoint
+from transport.store import StoreHost
+
+from mesh import convening as conv
+from mesh import membership as swim
+from mesh.config import Config
+from mesh.effects import Note, Send
+from mesh.identity import PeerCard, PeerId, Role, new_peer_id
+from mesh.rendezvous import Rendezvous
+from mesh.secret import Keys
+from transport.messages import (
+    Accept,
+    Ack,
+    Decline,
+    Go,
+    Hello,
+    Invite,
+    Kind,
+    Look,
+    Member,
+    Message,
+    Nack,
+    NotMe,
+    Ping,
+    PingReq,
+    Refused,
+    Status,
+    StoreAnswer,
+    StoreGet,
+    StoreSet,
+    Sync,
+    Welcome,
+)
+
+T = TypeVar("T")
+
+TICK_S = 0.05
+"""How often the machines look at the clock; a small part of the shortest timeout among the presets."""
+
+MEMBERSHIP = (Hello, Welcome, Refused, Ping, Ack, PingReq, Nack, Sync, NotMe)
+CONVENING = (Invite, Accept, Decline, Go)
+KINDS: tuple[Kind, ...] = ("weights", "gradients")
+
+
+class Peer:
+    """Implements ``transport.port.Port``. ``start`` joins the mesh, ``leave`` says goodbye and closes everything."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        role: Role,
+        name: str,
+        host: str,
+        run: str,
+        keys: Keys,
+        rendezvous: Rendezvous,
+        address: str,
+        agreed: dict[str, str] | None = None,
+    ):
+        self.id: PeerId = new_peer_id()
+        self.config = config
+        self.role: Role = role
+        self.name = name
+        self.log = logging.getLogger("mesh")
+        self.events: collections.deque[tuple[float, str]] = collections.deque(maxlen=200)
+        self.look: Callable[[], Status] | None = None
+        self.refused = ""
+        self.longest_gap_s = 0.0
+        self._rendezvous = rendezvous
+        self._endpoint = Endpoint(run=run, me=self.id, keys=keys, host=address, port=config.mesh.port)
+        self._run = run
+        card = PeerCard(
+            id=self.id,
+            name=name,
+            role=role,
+            host=host,
+            address=self._endpoint.address,
+            bulk_address=self._endpoint.bulk_address,
+            agreed=agreed or {},
+        )
+        now = time.monotonic()
+        rng = random.Random(self.id)
+        self.membership = swim.Membership(card, swim.PRESETS[config.mesh.preset], rng, now)
+        self.convening = {kind: conv.Convening(self.id, kind) for kind in KINDS}
+        self.stores = StoreHost()
+        self._live: tuple[PeerCard, ...] = (card,)
+        self._handlers: dict[type, list[Callable[[PeerId, Any], None]]] = {}
+        self._go_handlers: dict[str, list[Callable[[Go], None]]] = {kind: [] for kind in KINDS}
+        self._member_handlers: list[Callable[[], None]] = []
+        self._departed_handlers: list[Callable[[PeerCard, bool, str], None]] = []
+        self._timers: list[list[Any]] = []
+        self._posted: collections.deque[Callable[[], None]] = collections.deque()
+        self._store_calls: dict[tuple[Kind, Any, int], Future[StoreAnswer]] = {}
+        self._stop = threading.Event()
+        self._dead: BaseException | None = None
+        self._thread = threading.Thread(target=self._loop, name="mesh-loop", daemon=True)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Life
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        return self._endpoint.address
+
+    @property
+    def card(self) -> PeerCard:
+        return self.membership.card
+
+    @property
+    def counters(self) -> collections.Counter[str]:
+        return self._endpoint.counters
+
+    def start(self) -> None:
+        """Publish the card, contact the rendezvous, start the loop. Raises ValueError when the rendezvous cannot be
+        used (no permission, a name that does not resolve)."""
+        self._rendezvous.publish(self.card, self._run)
+        addresses = [a for a in self._rendezvous.addresses() if a != self.address]
+        self._run_effects(self.membership.contact(addresses, time.monotonic()))
+        self.every(1.0 if self._alone() else 5.0, self._seek)
+        self.every(60.0, self._rendezvous.renew)
+        self._thread.start()
+
+    def _alone(self) -> bool:
+        return len(self._live) == 1
+
+    def _seek(self) -> None:
+        """A lone peer looks at the rendezvous again: whoever starts at the same moment must find each other."""
+        known = {card.address for card in self._live}
+        found = [a for a in self._rendezvous.addresses() if a not in known]
+        if found:
+            self._run_effects(self.membership.contact(found, time.monotonic()))
+
+    def join(self, timeout_s: float, *, needed: bool) -> None:
+        """Wait until somebody of the mesh has answered. ``needed``: raise when nobody did (the rendezvous names
+        addresses that must answer); otherwise a lone first peer goes on.
+
+        Raises ValueError naming the address, what was seen there, and what to change."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.refused:
+                raise ValueError(self.refused)
+            if not self._alone():
+                return
+            if not needed:
+                return
+            self._check()
+            time.sleep(0.02)
+        seeds = [a for a in self._rendezvous.addresses() if a != self.address]
+        seen = "; ".join(self.call(lambda a=a: self._endpoint.diagnose(a), 20.0) for a in seeds[:3])
+        raise ValueError(f"no peer of this run answered within {timeout_s:.0f} s: {seen}")
+
+    def leave(self, reason: str, linger_s: float = 0.3) -> None:
+        """Say goodbye, take the card back, stop the loop and close the sockets. Safe to call twice."""
+        if self._thread.is_alive() and not self._stop.is_set():
+            self.post(lambda: self._run_effects(self.membership.leave(reason, time.monotonic())))
+            self._stop.wait(linger_s)  # goodbyes leave the pipes; lost ones are replaced by detection
+        self._stop.set()
+        self._endpoint.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+        self._rendezvous.withdraw()
+        self._endpoint.close()
+
+    def _check(self) -> None:
+        if self._dead is not None:
+            raise RuntimeError(f"the loop of {self.name} ended: {self._dead!r}") from self._dead
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What the parts of a peer ask of it (transport.port.Port)
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def on(self, kind: type[Message], handler: Callable[[PeerId, Any], None]) -> None:
+        self._handlers.setdefault(kind, []).append(handler)
+
+    def on_go(self, kind: Kind, handler: Callable[[Go], None]) -> None:
+        self._go_handlers[kind].append(handler)
+
+    def on_members(self, handler: Callable[[], None]) -> None:
+        self._member_handlers.append(handler)
+
+    def on_departed(self, handler: Callable[[PeerCard, bool, str], None]) -> None:
+        """Call ``handler(card, dead, reason)`` on the loop when a peer died or left."""
+        self._departed_handlers.append(handler)
+
+    def every(self, period_s: float, fn: Callable[[], None]) -> None:
+        self._timers.append([time.monotonic() + period_s, period_s, fn])
+
+    def post(self, fn: Callable[[], None]) -> None:
+        self._posted.append(fn)
+        self._endpoint.wake()
+
+    def call(self, fn: Callable[[], T], timeout_s: float = 10.0) -> T:
+        if threading.current_thread() is self._thread:
+            return fn()
+        self._check()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn())
+            except BaseException as e:
+                future.set_exception(e)
+
+        self.post(run)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            self._check()
+            raise TimeoutError(f"the loop of {self.name} did not answer within {timeout_s:.0f} s") from None
+
+    def send(self, to: PeerId, message: Message, *, bulk: bool = False) -> bool:
+        card = self.membership.card_of(to)
+        if card is None:
+            return False
+        return self._endpoint.send(card.bulk_address if bulk else card.address, to, message, bulk=bulk)
+
+    def live(self, role: Role | None = None) -> list[PeerCard]:
+        return [card for card in self._live if role is None or card.role == role]
+
+    def convene(self, kind: Kind, members: Sequence[Member]) -> None:
+        self._run_effects(self.convening[kind].convene(members, time.monotonic()))
+
+    def note(self, text: str, level: str = "info") -> None:
+        self.events.append((time.time(), text))
+        self.log.log(getattr(logging, level.upper()), text)
+
+    def update_card(self, **changes: Any) -> None:
+        """*any thread*: change this peer's card (version, offers, busy_for_s, ...) and let the news spread."""
+        self.post(lambda: self._run_effects(self.membership.update(time.monotonic(), **changes)))
+
+    def request_store(self, message: StoreSet | StoreGet, timeout_s: float) -> StoreAnswer:
+        """The answer of the store that the ballot's convener keeps; the request is repeated until it comes. Called on
+        a thread that builds a group, never on the loop. Raises TimeoutError naming the convener."""
+        convener = message.ballot.convener
+        if convener == self.id:
+            return self.call(lambda: self.stores.receive(self.id, message), timeout_s)
+        future: Future[StoreAnswer] = Future()
+        key = (message.kind, message.ballot, message.number)
+        self._store_calls[key] = future
+        deadline = time.monotonic() + timeout_s
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                self.post(lambda: self.send(convener, message) and None)
+                try:
+                    return future.result(min(0.25, left))
+                except TimeoutError:
+                    continue
+            raise TimeoutError(f"the store of formation {message.ballot} at {convener} did not answer in {timeout_s} s")
+        finally:
+            self._store_calls.pop(key, None)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The loop
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            last = time.monotonic()
+            next_tick = last
+            while not self._stop.is_set():
+                wait = max(0.0, min([next_tick, *(t[0] for t in self._timers)]) - time.monotonic())
+                received = self._endpoint.receive(wait)
+                now = time.monotonic()
+                self.longest_gap_s = max(self.longest_gap_s, now - last - wait)
+                last = now
+                for envelope in received:
+                    self._dispatch(envelope.sender, envelope.body, envelope.reply, now)
+                while self._posted:
+                    self._posted.popleft()()
+                if now >= next_tick:
+                    next_tick = now + TICK_S
+                    self._run_effects(self.membership.tick(now))
+                    for machine in self.convening.values():
+                        self._run_effects(machine.tick(now))
+                for timer in self._timers:
+                    if now >= timer[0]:
+                        timer[0] = now + timer[1]
+                        timer[2]()
+        except BaseException as e:  # whoever waits on the loop must learn that it is gone
+            self._dead = e
+            self.log.exception("the loop ended")
+            self._stop.set()
+
+    def _dispatch(self, sender: PeerId, body: Any, reply: str, now: float) -> None:
+        if isinstance(body, MEMBERSHIP):
+            self._run_effects(self.membership.receive(sender, body, now, reply))
+        elif isinstance(body, CONVENING):
+            self._run_effects(self.convening[body.kind].receive(sender, body, now))
+        elif isinstance(body, StoreSet | StoreGet):
+            try:
+                self.send(sender, self.stores.receive(sender, body))
+            except ValueError as e:  # of a formation that is gone: its asker has a deadline of its own
+                self.log.debug("store: %s", e)
+        elif isinstance(body, StoreAnswer):
+            future = self._store_calls.get((body.kind, body.ballot, body.number))
+            if future is not None and not future.done():
+                future.set_result(body)
+        elif isinstance(body, Look):
+            if self.look is not None:
+                self.send(sender, self.look())
+        else:
+            for handler in self._handlers.get(type(body), ()):
+                handler(sender, body)
+
+    def _run_effects(self, effects: Sequence[Any]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._send(effect)
+                case Note():
+                    self.note(effect.text, effect.level)
+                case swim.Joined(card):
+                    self._changed()
+                    if card.role != "observer":
+                        self.note(f"{card.name} joined")
+                case swim.Changed():
+                    self._changed()
+                case swim.Suspected(card, by):
+                    self.log.info("%s is suspected to be dead by %s", card.name, by)
+                case swim.Departed(card, dead, reason):
+                    self._departed(card, dead, reason)
+                case swim.Refusal(address, reason):
+                    self.refused = f"refused by the peer at {address}: {reason}"
+                case conv.Form(go):
+                    if go.ballot.convener == self.id:
+                        self.stores.open(go.kind, go.ballot)
+                    for handler in self._go_handlers[go.kind]:
+                        handler(go)
+
+    def _send(self, effect: Send) -> None:
+        if effect.address:
+            self._endpoint.send(effect.address, effect.to, effect.message, bulk=effect.bulk)
+        else:
+            self.send(effect.to, effect.message, bulk=effect.bulk)
+
+    def _departed(self, card: PeerCard, dead: bool, reason: str) -> None:
+        self._endpoint.forget(card.address)
+        self._endpoint.forget(card.bulk_address)
+        self._changed()
+        if card.role != "observer":
+            self.note(
+                f"{card.name} {'died' if dead else 'left'}{': ' + reason if reason else ''}",
+                "warning" if dead else "info",
+            )
+        for handler in self._departed_handlers:
+            handler(card, dead, reason)
+
+    def _changed(self) -> None:
+        self._live = tuple(sorted(self.membership.alive, key=lambda card: card.id))
+        for machine in self.convening.values():
+            machine.live([card.id for card in self._live])
+        for handler in self._member_handlers:
+            handler()

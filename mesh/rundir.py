@@ -1,0 +1,104 @@
+"""The run directory: where a run keeps its settings, secret, first addresses, records, weights and pictures."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh import config as settings
+
+
+@dataclass(frozen=True)
+class RunDir:
+    path: Path
+
+    @classmethod
+    def make(cls, path: Path | str) -> "RunDir":
+        """The directory and its parts, made where they are missing. Raises ValueError when it cannot be written."""
+        run = cls(Path(path).resolve())
+        try:
+            for part in (run.path, run.logs, run.metrics, run.checkpoints, run.ledgers, run.rendezvous):
+                part.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ValueError(
+                f"run directory {run.path} cannot be made ({e.strerror}: {e.filename}); choose another with --run"
+            ) from None
+        if not os.access(run.path, os.W_OK | os.X_OK):
+            raise ValueError(f"run directory {run.path} is not writable by this user; choose another with --run")
+        return run
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def ledgers(self) -> Path:
+        return self.path / "ledger"
+
+    @property
+    def rendezvous(self) -> Path:
+        return self.path / "rendezvous"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def reward_png(self) -> Path:
+        return self.path / "reward.png"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def term(self) -> Path:
+        return self.path / "term"
+
+    def write_config(self, config: settings.Config) -> None:
+        write_whole(self.config, settings.dumps(config))
+
+    def highest_term(self) -> int:
+        """The highest term counter that a trainer of this run has opened, 0 when none was."""
+        try:
+            return int(self.term.read_text())
+        except FileNotFoundError:
+            return 0
+
+    def opened_term(self, counter: int) -> None:
+        """Keep a term's counter, synced, before its first version is published: it must never be used again."""
+        write_whole(self.term, f"{counter}\n")
+
+
+def fresh(runs: Path, name: str) -> Path:
+    """The first of runs/NAME, runs/NAME-2, runs/NAME-3, ... that does not exist."""
+    path, n = runs / name, 1
+    while path.exists():
+        n += 1
+        path = runs / f"{name}-{n}"
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, finds the old text or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)

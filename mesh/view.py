@@ -1,0 +1,151 @@
+"""The live view of a mesh: what an observer knows, drawn with rich."""
+
+import time
+from dataclasses import dataclass, field
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mesh.identity import PeerCard, PeerId
+from transport.messages import Status
+
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass
+class Seen:
+    """What the observer knows: the cards of the living, the last Status of each, and what happened to processes."""
+
+    run: str
+    steps: int
+    started: float = field(default_factory=time.time)
+    cards: dict[PeerId, PeerCard] = field(default_factory=dict)
+    status: dict[PeerId, tuple[float, Status]] = field(default_factory=dict)
+    gone: dict[str, str] = field(default_factory=dict)
+    marks: list[tuple[int, str]] = field(default_factory=list)
+
+    def trainer(self) -> Status | None:
+        """The last Status of the trainer, alive or not."""
+        known = [s for _, s in self.status.values() if "step" in s.figures]
+        return max(known, key=lambda s: s.figures["step"], default=None)
+
+    @property
+    def step(self) -> int:
+        status = self.trainer()
+        return int(status.figures["step"]) if status else 0
+
+
+def draw(seen: Seen, width: int = 80) -> Group:
+    """The whole view, about 24 lines high."""
+    status = seen.trainer()
+    return Group(_headline(seen, status), _peers(seen), _curve(seen, status, width), _events(seen, status))
+
+
+def line(seen: Seen) -> str:
+    """The view in one line, for logs."""
+    status = seen.trainer()
+    f = status.figures if status else {}
+    peers = sum(1 for c in seen.cards.values() if c.role != "observer")
+    if not f:
+        return f"{peers} peers, starting"
+    return (
+        f"step {f['step']:.0f}/{seen.steps}  accuracy {_share(f.get('accuracy'))}  reward {_share(f.get('reward'))}  "
+        f"lag {f.get('lag_mean', 0):.1f}  superseded {f.get('superseded', 0):.0f}  masked {_share(f.get('masked_share'))}  "
+        f"{f.get('tokens_per_s', 0):.0f} tok/s  waiting {_share(f.get('wait_share'))}  {peers} peers"
+    )
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _headline(seen: Seen, status: Status | None) -> Panel:
+    f = status.figures if status else {}
+    grid = Table.grid(padding=(0, 3))
+    names = ("step", "accuracy", "reward", "lag", "superseded", "masked", "tokens/s", "waiting")
+    for _ in names:
+        grid.add_column(justify="right")
+    grid.add_row(*(Text(n, style="dim") for n in names))
+    accuracy = _share(f.get("accuracy"))
+    grid.add_row(
+        Text(f"{f.get('step', 0):.0f}/{seen.steps}", style="bold"),
+        Text(accuracy, style="bold green"),
+        _share(f.get("reward")),
+        f"{f.get('lag_mean', 0):.1f}",
+        f"{f.get('superseded', 0):.0f}",
+        _share(f.get("masked_share")),
+        f"{f.get('tokens_per_s', 0):,.0f}",
+        _share(f.get("wait_share")),
+    )
+    return Panel(
+        grid, title=f"mesh · {seen.run} · {time.time() - seen.started:.0f} s", title_align="left", border_style="cyan"
+    )
+
+
+def _peers(seen: Seen) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=True)
+    for name, right in (
+        ("peer", 0),
+        ("role", 0),
+        ("state", 0),
+        ("version", 1),
+        ("tokens/s", 1),
+        ("groups", 1),
+        ("probe", 1),
+    ):
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for card in sorted(seen.cards.values(), key=lambda c: (c.role != "trainer", c.name)):
+        if card.role == "observer":
+            continue
+        status = seen.status.get(card.id, (0.0, None))[1]
+        f = status.figures if status else {}
+        version = (status.version if status else None) or card.version
+        table.add_row(
+            card.name,
+            card.role,
+            Text(status.state if status else "…", style="green" if status else "dim"),
+            str(version) if version else "–",
+            f"{f.get('tokens_per_s', 0):,.0f}" if status else "",
+            f"{f.get('groups', 0):.0f}" if status else "",
+            f"{f['probe_difference']:.1e}" if "probe_difference" in f else "",
+        )
+    for name, how in sorted(seen.gone.items()):
+        table.add_row(Text(name, style="red"), "", Text(how, style="red"))
+    return table
+
+
+def _curve(seen: Seen, status: Status | None, width: int, height: int = 6) -> Panel:
+    """The reward of each step as bars, with marks below where a peer was killed or joined."""
+    history = dict(status.history) if status else {}
+    columns = max(20, min(width - 14, 100))
+    values: list[float | None] = []
+    for c in range(columns):
+        lo, hi = c * seen.steps // columns, max(c * seen.steps // columns + 1, (c + 1) * seen.steps // columns)
+        inside = [history[s] for s in range(lo + 1, hi + 1) if s in history]
+        values.append(sum(inside) / len(inside) if inside else None)
+    text = Text()
+    for row in range(height, 0, -1):
+        text.append(f"{row / height:4.2f} " if row in (height, height // 2) else "     ", style="dim")
+        for v in values:
+            level = 0 if v is None else max(0, min(8, round((v * height - (row - 1)) * 8)))
+            text.append(BARS[level], style="green")
+        text.append("\n")
+    axis = [" "] * columns
+    for step, label in seen.marks:
+        axis[min(columns - 1, step * columns // max(1, seen.steps))] = "✗" if "kill" in label else "+"
+    text.append("     " + "".join(axis), style="red")
+    legend = "  ".join(f"{'✗' if 'kill' in label else '+'} {label}" for _, label in seen.marks)
+    return Panel(
+        text, title="reward by step" + (f"   {legend}" if legend else ""), title_align="left", border_style="dim"
+    )
+
+
+def _events(seen: Seen, status: Status | None, last: int = 5) -> Text:
+    events = sorted({e for _, s in seen.status.values() for e in s.events})[-last:]
+    text = Text()
+    for when, what in events:
+        text.append(time.strftime(" %H:%M:%S ", time.localtime(when)), style="dim")
+        text.append(what + "\n")
+    return text
