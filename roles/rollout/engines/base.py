@@ -1,0 +1,215 @@
+"""What an engine is: token ids in, sampled tokens with their log-probabilities and versions out.
+
+An engine owns a thread (or processes) of its own. The rollout calls ``await engine.sample(request)`` on its asyncio
+loop. Requests that become ready in one turn of the loop are handed over together, in the order of the calls, and admitted
+together: with one rollout and ``max_lag = 0`` a run can then be repeated bit for bit.
+
+Weights come from the other side, between two tokens: the engine's thread asks its ``WeightSource`` for a version that
+arrived complete, copies it in, lets the ``Prover`` check it, and only then steps again. Before the first proved version,
+and after one that failed its proof, requests wait and nothing is sampled.
+"""
+
+import asyncio
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from mesh.version import Version
+from transport.messages import FinishReason, Segment, Span
+
+if TYPE_CHECKING:
+    import torch
+
+State = Literal["waiting", "ready", "unproven", "dead", "closed"]
+"""``waiting``: no version yet. ``unproven``: the last version failed its proof; running requests are held."""
+
+
+class EngineDead(RuntimeError):
+    """The engine's thread ended by an exception (the cause) and will sample nothing more."""
+
+
+class RequestFailed(RuntimeError):
+    """This request alone cannot be sampled; the engine goes on."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One completion to sample.
+
+    ``prompt``: int32 token ids of shape (n,), n >= 1. ``temperature`` 0 takes the likeliest token. ``seed`` (uint64)
+    alone decides the draws. ``pinned``: sample under exactly this version; the engine takes no other while the request
+    runs, and fails it with RequestFailed when the version has passed already.
+    """
+
+    prompt: np.ndarray
+    max_new_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+    pinned: Version | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt = np.ascontiguousarray(self.prompt, dtype=np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """``tokens`` int32 (n,), with the end-of-sequence token where one was sampled; ``logprobs`` float32 (n,), of each
+    token under softmax(logits / temperature); ``spans`` tile [0, n) by version. An aborted sample is not complete."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    spans: list[Span]
+    finish: FinishReason
+
+    def segment(self) -> Segment:
+        return Segment(tokens=self.tokens, sampled=True, logprobs=self.logprobs, spans=self.spans)
+
+
+NOTHING = Sampled(tokens=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), spans=[], finish="abort")
+
+
+class WeightSource(Protocol):
+    """Where versions come from (``transport.weights.receiver``). Called on the engine's thread."""
+
+    def offered(self) -> Any | None:
+        """The newest complete, verified version the engine does not have (an ``Arrived``), or None. Cheap."""
+
+    def took(self, arrived: Any, proof: Any) -> None: ...
+
+    def refused(self, arrived: Any, reason: Any) -> None: ...
+
+
+class Prover(Protocol):
+    """Checks what an engine really runs (``transport.weights.proof``). Called on the engine's thread."""
+
+    def before(self, engine: "Engine", probe: Any) -> None: ...
+
+    def prove(
+        self, engine: "Engine", manifest: Any, tensor_digests: np.ndarray, probe: Any, version: Version
+    ) -> Any: ...
+
+
+@dataclass
+class Figures:
+    """What an engine has done since its start; times in seconds."""
+
+    tokens: int = 0
+    steps: int = 0
+    busy_s: float = 0.0  # stepping or taking over
+    longest_gap_s: float = 0.0  # between two tokens of one sequence, take-overs included
+    takeovers: int = 0
+    takeover_copy_s: float = 0.0
+    takeover_proof_s: float = 0.0
+    takeover_longest_s: float = 0.0
+    running: int = 0
+    queued: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: float(value) for name, value in vars(self).items()}
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request on its way, the future that waits for it and the loop the future belongs to."""
+
+    request: Request
+    future: asyncio.Future
+    loop: asyncio.AbstractEventLoop = field(repr=False)
+
+
+class Engine(ABC):
+    """Base of all engines. ``version`` is the proved version it runs, or None; ``build`` names everything that makes
+    its live tensors what they are (engines of one build must agree on their digests)."""
+
+    build: str = ""
+    version: Version | None = None
+    state: State = "waiting"
+    failure: BaseException | None = None
+
+    def __init__(self) -> None:
+        self.figures = Figures()
+        self._fresh: list[Pending] = []  # of this turn of the loop
+
+    # -- the rollout's side, on its asyncio loop -----------------------------------------------------------------------
+
+    async def sample(self, request: Request) -> Sampled:
+        """Sample one completion. Raises ValueError when the request can never be served (too long, empty, unknown
+        tokens), RequestFailed when it failed alone, EngineDead when the engine is gone. Cancelling aborts it."""
+        if self.failure is not None:
+            raise EngineDead(f"the engine has ended: {self.failure!r}") from self.failure
+        self.check(request)
+        loop = asyncio.get_running_loop()
+        pending = Pending(request, loop.create_future(), loop)
+        if not self._fresh:
+            loop.call_soon(self._flush)
+        self._fresh.append(pending)
+        try:
+            return await pending.future
+        finally:
+            if pending.future.cancelled():
+                self.abort([request])
+
+    async def generate(self, requests: Sequence[Request]) -> list[Sampled]:
+        """Sample several, admitted together in this order; the first failure is raised once all have ended."""
+        ended = await asyncio.gather(*(self.sample(r) for r in requests), return_exceptions=True)
+        for result in ended:
+            if isinstance(result, BaseException):
+                raise result
+        return ended
+
+    def _flush(self) -> None:
+        fresh, self._fresh = self._fresh, []
+        self.submit(fresh)
+
+    @abstractmethod
+    def check(self, request: Request) -> None:
+        """Raise ValueError, in one line, when this request can never be served."""
+
+    @abstractmethod
+    def submit(self, pending: list[Pending]) -> None:
+        """Queue requests that belong together. Returns at once."""
+
+    @abstractmethod
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End these requests soon, with what they have and the finish reason ``abort``. Unknown ones are ignored.
+        Any thread."""
+
+    @abstractmethod
+    def start(self, source: WeightSource, prover: Prover) -> None:
+        """Begin to take versions and to sample."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """A version may be waiting: look now instead of within 20 ms. Any thread."""
+
+    @abstractmethod
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Abort what runs and stop. False when the engine did not end in time (it is abandoned)."""
+
+    # -- the weights' side, on the engine's own thread -----------------------------------------------------------------
+
+    @abstractmethod
+    def state_tensors(self) -> "dict[str, torch.Tensor]":
+        """The tensors a version is loaded into, by the names of the model's state_dict, tied names included."""
+
+    @abstractmethod
+    def live_tensors(self) -> "Iterable[tuple[str, torch.Tensor]]":
+        """Every distinct tensor the forward pass reads that a version decides, in a stable order and whatever layout."""
+
+    @abstractmethod
+    def load(self, manifest: Any, flat: "torch.Tensor") -> None:
+        """Copy a flat uint8 buffer into the live tensors."""
+
+    @abstractmethod
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 (n-1,): log-probability of ``tokens[1:]`` (int32 (n,)) at temperature 1, as the engine would sample."""
+
+
+def sample_seed(seed: int, index: int, turn: int = 0) -> int:
+    """The uint64 seed of one request: sample ``index`` of the group with ``seed``, in its turn ``turn``."""
+    key = b"".join(int(n).to_bytes(8, "little") for n in (seed, index, turn))
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
