@@ -1,0 +1,467 @@
+"""The trainer's end of delivery: orders out, groups in, and one account for each. Theory in ``transport/delivery.py``.
+
+A credit is *out*, then *held*, then *taken*; every way out of these leads through ``_end`` or ``settle``, which write
+the record, remember the verdict and see to the prompt.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from mesh.config import Trainer
+from mesh.effects import Note, Send
+from mesh.identity import PeerId
+from mesh.version import Lineage, Version
+from transport.accounts import Accounts, AnyEntry, Closed, Delivered, Descends, Ended, Ending, Issued, Trained
+from transport.delivery import (
+    Dropped,
+    Evaluated,
+    Held,
+    PromptRef,
+    PromptSource,
+    Record,
+    seed_of,
+    superseded,
+    tokens_of,
+    versions_of,
+)
+from transport.evaluation import PASSED, Evaluation, EvaluationState
+from transport.messages import Answer, Ask, Credit, CreditId, Delivery, Outcome, Verdict
+from transport.window import Window
+
+AGAIN_AFTER_S = 2.0  # a bulk message may be this much later than the Ask that mentions its group
+DEADLINE_CHECK_S = 0.5
+CLOSED_WARNING = 0.01  # share of an epoch's prompts closed untrained that a user must hear of
+
+
+@dataclass
+class _Open:
+    """A credit that has not ended. ``started`` is the version it began with, by the last Ask; ``seen`` whether an Ask
+    showed it; ``versions`` those of its group once that is here. ``ref`` is None for evaluation."""
+
+    credit: Credit
+    ref: PromptRef | None
+    rollout: PeerId
+    sent: int
+    at: float
+    state: Literal["out", "held", "taken"] = "out"
+    seen: bool = False
+    started: Version | None = None
+    versions: tuple[Version, ...] = ()
+
+
+@dataclass
+class _Rollout:
+    """What a trainer knows of one rollout: its last Ask, and what was sent since. ``unseen`` has the Answer of each
+    credit that the last Ask could not know; ``kept`` since when a group waits for its verdict, or was asked for."""
+
+    ask: int = 0
+    answered: int = 0
+    answers: int = 0
+    free: int = 0
+    held: dict[CreditId, None] = field(default_factory=dict)
+    kept: dict[CreditId, float] = field(default_factory=dict)
+    out: dict[CreditId, None] = field(default_factory=dict)
+    unseen: dict[CreditId, int] = field(default_factory=dict)
+
+    @property
+    def room(self) -> int:
+        return self.free - len(self.unseen)
+
+
+class TrainerDelivery:
+    """A trainer's end. Loop only; the main thread goes through ``port.call``.
+
+    Nothing is issued before the first ``advance``. ``steps`` is the run's number of optimizer steps: no order is made
+    for a step that will not come. ``first_id`` must lie above all credit ids of earlier processes of the run.
+    """
+
+    def __init__(
+        self, settings: Trainer, prompts: PromptSource, *, seed: int, steps: int | None = None, first_id: int = 0
+    ) -> None:
+        self.limit = (settings.max_lag + 1) * settings.groups_per_step
+        self.window = Window(settings.groups_per_step, settings.max_lag, settings.wait_target)
+        self.accounts = Accounts(next_id=first_id)
+        self.finished = False
+        self.version: Version | None = None
+        self.lineage = Lineage()
+        self.counts = {"duplicates": 0, "late": 0, "returned": 0}
+        self._settings = settings
+        self._prompts = prompts
+        self._seed = seed
+        self._steps = steps
+        self._open: dict[CreditId, _Open] = {}
+        self._taken: dict[CreditId, None] = {}
+        self._rollouts: dict[PeerId, _Rollout] = {}
+        self._verdicts: OrderedDict[CreditId, Outcome] = OrderedDict()
+        self._evaluation: Evaluation | None = None
+        self._limited = False
+        self._checked = float("-inf")
+        self._warned = -1
+
+    # -- what the driver and the main thread call ----------------------------------------------------------------------
+
+    @property
+    def load(self) -> int:
+        """Credits out + groups held + groups taken, of training; never over ``limit``."""
+        return self.accounts.groups["in_flight"]
+
+    def receive(self, rollout: PeerId, message: Ask | Delivery, now: float) -> list[Any]:
+        """Of a rollout that is not among the live ones nothing is taken: it will ask again."""
+        r = self._rollouts.get(rollout)
+        if r is None:
+            self.counts["late"] += 1
+            return []
+        return (
+            self._ask(rollout, r, message, now) if isinstance(message, Ask) else self._deliver(rollout, r, message, now)
+        )
+
+    def rollouts(self, live: Sequence[PeerId], now: float) -> list[Any]:
+        """These rollouts are alive; call on every change of membership."""
+        effects: list[Any] = []
+        for peer in [p for p in self._rollouts if p not in live]:
+            effects += self.rollout_gone(peer, now)
+        for peer in live:
+            self._rollouts.setdefault(peer, _Rollout())
+        return effects
+
+    def rollout_gone(self, rollout: PeerId, now: float) -> list[Any]:
+        """Its open credits are lost and their prompts dealt again; groups it delivered stay."""
+        r = self._rollouts.pop(rollout, None)
+        if r is None:
+            return []
+        return self._end(list(r.out), "lost", "its rollout died") + self._serve(now)
+
+    def tick(self, now: float) -> list[Any]:
+        """Credits past their deadline fail."""
+        if now - self._checked < DEADLINE_CHECK_S:
+            return []
+        self._checked = now
+        deadline = self._settings.credit_deadline_s
+        late = [id for id, c in self._open.items() if c.state == "out" and now - c.at > deadline]
+        if not late:
+            return []
+        tell = [self._open[id].rollout for id in late]
+        return self._end(late, "failed", f"not delivered within {deadline:g} s") + self._serve(now, tell)
+
+    def take(self, ids: Sequence[CreditId], now: float) -> list[Any]:
+        """These held groups are the batch of the step from the present version. What only the step after could have
+        used, and cannot, ends now."""
+        for id in ids:
+            assert self._open[id].state == "held", f"group {id} is {self._open[id].state}, not held"
+            self._open[id].state = "taken"
+            self._taken[id] = None
+        effects, tell = self._sweep()
+        return effects + self._serve(now, tell)
+
+    def supersede(self, stale: Sequence[tuple[CreditId, str]], now: float) -> list[Any]:
+        """Groups that the buffer put aside, with the reason; those that have ended here as well are passed over."""
+        effects: list[Any] = []
+        for id, why in stale:
+            if id in self._open:
+                effects += self._end([id], "superseded", why)
+        return effects + self._serve(now)
+
+    def settle(self, ids: Sequence[CreditId], masked: Mapping[CreditId, int] | None = None) -> list[Any]:
+        """The step that trained these groups was applied; ``masked`` has the tokens of each that got no gradient. The
+        verdicts leave with the Answers of the ``advance`` that follows."""
+        assert self.version is not None
+        for id in ids:
+            assert id in self._taken, f"group {id} was not taken"
+        entry = Trained(ids=list(ids), version=self.version, masked=[(masked or {}).get(id, 0) for id in ids])
+        effects = [self._record(entry)]
+        for id in ids:
+            ref = self._open.pop(id).ref
+            assert ref is not None
+            del self._taken[id]
+            self._prompts.done(ref)
+            self._remember(id, "trained")
+        return effects
+
+    def advance(self, version: Version, lineage: Lineage, now: float, waited: float | None = None) -> list[Any]:
+        """The trainer holds ``version`` of ``lineage``; ``waited`` is the share of the step it waited for groups. Every
+        rollout gets an Answer."""
+        effects: list[Any] = []
+        if lineage != self.lineage:
+            effects.append(self._record(Descends(lineage=lineage)))
+        self.version, self.lineage = version, lineage
+        if waited is not None:
+            self.window.step(waited, self._limited)
+        self._limited = False
+        effects += self._sweep()[0]
+        return effects + self._serve(now, list(self._rollouts))
+
+    def finish(self, now: float) -> list[Any]:
+        """The run is over: what is open is lost, every rollout is told to leave, now and whenever it asks."""
+        self.finished = True
+        self._evaluation = None
+        return self._end(list(self._open), "lost", "the run is over") + self._serve(now, list(self._rollouts))
+
+    def evaluate(self, prompts: Sequence[int], version: Version, now: float, *, size: int = 1) -> list[Any]:
+        """Have these held-out prompts answered by exactly ``version``, ``size`` completions each, before any training
+        credit is handed out. Results come as ``Evaluated``; watch ``evaluation_state``."""
+        state = self.evaluation_state()
+        if state is not None and not state.complete:
+            raise ValueError(
+                f"the evaluation of {state.version} has {state.done} of {state.total} results: wait for it"
+            )
+        self._evaluation = Evaluation(prompts, version, size=size, seed=self._seed, retries=self._settings.retries)
+        return self._serve(now)
+
+    def evaluation_state(self) -> EvaluationState | None:
+        return self._evaluation.state(self._rollouts) if self._evaluation else None
+
+    def repin(self, version: Version, now: float) -> list[Any]:
+        """Start the evaluation again with ``version``; the results so far are void."""
+        assert self._evaluation is not None
+        ids = [id for id, c in self._open.items() if c.credit.evaluation]
+        tell = [self._open[id].rollout for id in ids]
+        effects = self._end(ids, "superseded", "pinned to a newer version")
+        self._evaluation.repin(version)
+        return effects + self._serve(now, tell)
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint keeps beside the data's own state: hand ``next_id`` to the next process as ``first_id``."""
+        return {"next_id": self.accounts.next_id, "window": self.window.size}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.accounts.next_id = max(self.accounts.next_id, state["next_id"])
+        self.window.size = min(max(self.window.size, state["window"]), self.limit)
+
+    def metrics(self) -> dict[str, float]:
+        a = self.accounts
+        return {
+            **{f"groups/{name}": n for name, n in a.groups.items()},
+            **{f"tokens/{name}": n for name, n in a.tokens.items()},
+            **{f"evaluation/{name}": n for name, n in a.evaluation.items()},
+            **{f"reasons/{name}": n for name, n in a.reasons.items()},
+            **{f"delivery/{name}": n for name, n in self.counts.items()},
+            "delivery/window": self.window.size,
+            "delivery/out": sum(len(r.out) for r in self._rollouts.values()),
+            "delivery/taken": len(self._taken),
+        }
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, rollout: PeerId, r: _Rollout, ask: Ask, now: float) -> list[Any]:
+        if ask.seq <= r.ask:
+            return []
+        r.ask, r.answered, r.free = ask.seq, ask.answered, ask.free
+        # a rollout that we took for dead and lived on counts from where it is
+        r.answers = max(r.answers, ask.answered)
+        r.held = dict.fromkeys(h.id for h in ask.held)
+        r.kept = {id: r.kept.get(id, now) for id in ask.kept}
+        r.unseen = {id: seq for id, seq in r.unseen.items() if seq > ask.answered}
+        missing = [id for id in r.out if self._open[id].sent <= ask.answered and id not in r.held and id not in r.kept]
+        self.counts["returned"] += len(missing)
+        effects = self._end(missing, "lost", "not at its rollout")
+        for h in ask.held:
+            if h.id in r.out:
+                c = self._open[h.id]
+                c.seen, c.started = True, h.started
+        effects += self._sweep([h.id for h in ask.held if h.id in r.out])[0]
+        return effects + self._serve(now, [rollout], among=[rollout])
+
+    def _deliver(self, rollout: PeerId, r: _Rollout, delivery: Delivery, now: float) -> list[Any]:
+        id = delivery.credit
+        if id not in r.out:
+            self.counts["duplicates" if id in self._open or id in self._verdicts else "late"] += 1
+            return []
+        c = self._open[id]
+        r.held.pop(id, None)
+        r.kept.setdefault(id, now)
+        group, why = delivery.group, delivery.failure
+        if group is not None and len(group.completions) != c.credit.size:
+            why = f"{len(group.completions)} completions instead of {c.credit.size}"
+        if group is None or why:
+            outcome: Ending = "superseded" if c.credit.evaluation and why == PASSED else "failed"
+            return self._end([id], outcome, why or "no reason given") + self._serve(now, [rollout])
+        c.versions = versions_of(group)
+        if c.credit.evaluation and c.versions != (c.credit.min_version,):
+            return self._end([id], "superseded", PASSED) + self._serve(now, [rollout])
+        effects: list[Any] = [self._record(Delivered(id=id, tokens=tokens_of(group)))]
+        if c.credit.evaluation:
+            effects += self._end([id], "evaluated", "")
+            effects.append(Evaluated(c.credit.prompt, c.credit.min_version, group))
+            return effects + self._serve(now, [rollout])
+        stale = superseded(c.versions, self._next_number(), self.lineage, self._settings.max_lag)
+        if stale:
+            return effects + self._end([id], "superseded", stale) + self._serve(now, [rollout])
+        c.state = "held"
+        del r.out[id]
+        effects.append(Held(rollout, c.credit, group))
+        return effects
+
+    # -- how credits begin ---------------------------------------------------------------------------------------------
+
+    def _serve(self, now: float, tell: Sequence[PeerId] = (), among: Sequence[PeerId] | None = None) -> list[Any]:
+        """Deal what may be ordered among the rollouts with room, the emptiest first; answer those and ``tell``."""
+        if self.version is None:
+            return []
+        effects: list[Any] = []
+        credits: dict[PeerId, list[Credit]] = {peer: [] for peer in tell if peer in self._rollouts}
+        places = self._places()
+        peers = self._rollouts if among is None else among
+        rooms = [(-self._rollouts[p].room, p) for p in peers if self._rollouts[p].room > 0 and not self.finished]
+        heapq.heapify(rooms)
+        while rooms:
+            room, peer = heapq.heappop(rooms)
+            if self._evaluation and self._evaluation.offers(peer):
+                effects += self._issue(peer, None, credits, now)
+            elif places and (ref := self._prompts.take()):
+                places -= 1
+                effects += self._issue(peer, ref, credits, now)
+            else:
+                self._limited = self._limited or self.load >= self.window.size
+                continue
+            if room < -1:
+                heapq.heappush(rooms, (room + 1, peer))
+        return effects + [Send(peer, self._answer(self._rollouts[peer], new, now)) for peer, new in credits.items()]
+
+    def _places(self) -> int:
+        """How many more groups may be ordered for training now."""
+        assert self.version is not None
+        most = min(self.window.size, self.limit)
+        if self._steps is not None:
+            most = min(most, (self._steps - self.version.number) * self._settings.groups_per_step)
+        return max(0, most - self.load)
+
+    def _issue(self, peer: PeerId, ref: PromptRef | None, credits: dict[PeerId, list[Credit]], now: float) -> list[Any]:
+        """A credit for this prompt, or for the next of the evaluation, in the next Answer to ``peer``."""
+        id = self.accounts.next_id
+        if ref is None:
+            assert self._evaluation is not None
+            credit = self._evaluation.order(id)
+        else:
+            credit = self._training_credit(id, ref)
+        r = self._rollouts[peer]
+        self._open[id] = _Open(credit=credit, ref=ref, rollout=peer, sent=r.answers + 1, at=now)
+        r.out[id] = None
+        r.unseen[id] = r.answers + 1
+        credits.setdefault(peer, []).append(credit)
+        entry = Issued(
+            id=id,
+            to=peer,
+            epoch=credit.epoch,
+            prompt=credit.prompt,
+            attempt=credit.attempt,
+            evaluation=credit.evaluation,
+        )
+        return [self._record(entry)]
+
+    def _training_credit(self, id: CreditId, ref: PromptRef) -> Credit:
+        """It takes the next place, and must start from a version that is fresh enough when that place is trained."""
+        assert self.version is not None
+        assert self.load < self.limit, "more credits than the bound allows"
+        term, first = self.lineage.terms[-1]
+        step = self.version.number + self.load // self._settings.groups_per_step
+        return Credit(
+            id=id,
+            prompt=ref.prompt,
+            epoch=ref.epoch,
+            attempt=ref.attempt,
+            size=self._settings.group_size,
+            min_version=Version(term, max(step - self._settings.max_lag, first)),
+            seed=seed_of(self._seed, "training", ref.epoch, ref.prompt, ref.attempt),
+        )
+
+    def _answer(self, r: _Rollout, credits: list[Credit], now: float) -> Answer:
+        assert self.version is not None
+        r.answers += 1
+        waiting = [id for id, since in r.kept.items() if id in r.out and now - since >= AGAIN_AFTER_S]
+        for id in waiting:
+            r.kept[id] = now
+        return Answer(
+            seq=r.answers,
+            credits=credits,
+            revoked=[id for id in r.held if id not in self._open],
+            verdicts=[Verdict(id, self._verdicts.get(id, "failed")) for id in r.kept if id not in self._open],
+            again=waiting,
+            current=self.version,
+            lineage=self.lineage,
+            finished=self.finished,
+        )
+
+    # -- how credits end -----------------------------------------------------------------------------------------------
+
+    def _next_number(self) -> int:
+        """The version the next batch will be trained on."""
+        assert self.version is not None
+        return self.version.number + (1 if self._taken else 0)
+
+    def _hopeless(self, c: _Open) -> str | None:
+        """Why this credit cannot be trained any more, by what is known of it."""
+        if c.credit.evaluation or c.state == "taken":
+            return None
+        if c.state == "held" or c.started is not None:
+            versions = c.versions if c.state == "held" or c.started is None else (c.started,)
+            return superseded(versions, self._next_number(), self.lineage, self._settings.max_lag)
+        oldest = c.credit.min_version
+        if not self.lineage.holds(oldest):
+            return "lineage"
+        late = c.seen and self._next_number() - oldest.number > self._settings.max_lag
+        return "not started in time" if late else None
+
+    def _sweep(self, ids: Iterable[CreditId] | None = None) -> tuple[list[Any], list[PeerId]]:
+        """End what is hopeless; also the rollouts that must hear of it."""
+        by_reason: dict[str, list[CreditId]] = {}
+        tell: list[PeerId] = []
+        for id in self._open if ids is None else ids:
+            why = self._hopeless(self._open[id])
+            if why:
+                by_reason.setdefault(why, []).append(id)
+                tell.append(self._open[id].rollout)
+        return [e for why, stale in by_reason.items() for e in self._end(stale, "superseded", why)], tell
+
+    def _end(self, ids: Sequence[CreditId], outcome: Ending, why: str) -> list[Any]:
+        """The one way out but training. The record comes first."""
+        if not ids:
+            return []
+        effects: list[Any] = [self._record(Ended(outcome=outcome, ids=list(ids), why=why))]
+        for id in ids:
+            c = self._open.pop(id)
+            self._taken.pop(id, None)
+            if c.rollout in self._rollouts:
+                self._rollouts[c.rollout].out.pop(id, None)
+            if outcome != "lost":
+                self._remember(id, outcome)
+            if c.state == "held":
+                effects.append(Dropped(id, why))
+            if c.ref is None:
+                if self._evaluation:
+                    effects += self._evaluation.end(c.rollout, c.credit.prompt, outcome, why)
+            elif outcome == "failed" or why == "age":
+                effects += self._retry(c.ref, "too slow" if why == "age" else f"failed: {why}")
+            else:
+                self._prompts.give_back(c.ref)
+        return effects
+
+    def _retry(self, ref: PromptRef, why: str) -> list[Any]:
+        if ref.attempt < self._settings.retries:
+            self._prompts.give_back(replace(ref, attempt=ref.attempt + 1))
+            return []
+        effects: list[Any] = [self._record(Closed(epoch=ref.epoch, prompt=ref.prompt, why=why))]
+        self._prompts.close(ref, why)
+        closed = self._prompts.closed(ref.epoch)
+        if len(closed) > CLOSED_WARNING * self._prompts.size and ref.epoch > self._warned:
+            self._warned = ref.epoch
+            slow = sum(reason == "too slow" for reason in closed.values())
+            text = (
+                f"{len(closed)} of {self._prompts.size} prompts of epoch {ref.epoch} will not be trained: {slow} too "
+                f"slow for trainer.max_lag = {self._settings.max_lag}, {len(closed) - slow} failed. What is left leans "
+                "towards short answers; raise max_lag, or lower rollout.groups_in_flight or rollout.max_new_tokens"
+            )
+            effects.append(Note(text, "warning"))
+        return effects
+
+    def _remember(self, id: CreditId, outcome: Outcome) -> None:
+        """For rollouts that still keep the group; one they ask for after this memory has passed is called failed."""
+        self._verdicts[id] = outcome
+        while len(self._verdicts) > 4096 + 4 * self.limit:
+            self._verdicts.popitem(last=False)
+
+    def _record(self, entry: AnyEntry) -> Record:
+        self.accounts.apply(entry)
+        return Record(entry)

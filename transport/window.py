@@ -1,0 +1,28 @@
+"""How many groups a trainer keeps on order: as few as keep it busy.
+
+``max_lag`` is a ceiling on age, not a target: every group on order beyond what the trainer needs to stay busy only
+waits, and ages. So the window starts at one batch (generation and training take turns) and grows a quarter of a batch
+a step while the trainer waits for more than ``wait_target`` of its step *and* the window is what held rollouts back: a
+trainer that waits because every rollout is busy would gain nothing. It shrinks a sixteenth of a batch a step when the
+trainer waits for less than half of the target, so that it settles just above what is needed.
+"""
+
+
+class Window:
+    """``size`` is the number of credits out and groups held, the batch in training included; always within
+    [groups_per_step, (max_lag + 1) * groups_per_step], hence constant at ``max_lag = 0``."""
+
+    def __init__(self, groups_per_step: int, max_lag: int, wait_target: float) -> None:
+        self._floor = groups_per_step
+        self._ceiling = (max_lag + 1) * groups_per_step
+        self._wait_target = wait_target
+        self.size = groups_per_step
+
+    def step(self, waited: float, limited: bool) -> None:
+        """After each step: ``waited`` is the share of the step the trainer spent waiting for groups (0 to 1),
+        ``limited`` whether a rollout with a free place got no credit because of the window."""
+        if waited > self._wait_target and limited:
+            self.size += max(1, self._floor // 4)
+        elif waited < self._wait_target / 2:
+            self.size -= max(1, self._floor // 16)
+        self.size = min(max(self.size, self._floor), self._ceiling)
