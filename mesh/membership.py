@@ -1,0 +1,486 @@
+"""Who is alive, as this peer sees it: SWIM with Lifeguard.
+
+Theory of operation. Every period a peer pings the next peer of a shuffled round. On silence it asks three others to
+ping that peer too (``PingReq``; a helper that hears nothing says ``Nack``), and when the period ends without an ``Ack``
+it accuses: the peer is suspect, still a member, and is told so again and again. It refutes with a higher incarnation, or is dead
+when the suspicion has run out. ``mesh.roster`` holds these beliefs and the rules by which news changes them. News rides
+on pings and acks and, while there is any, goes to three random peers a few times a second; now and then two peers
+exchange all they know. What a peer sends each second does not grow with the mesh, full exchanges excepted.
+
+Lifeguard (Dadgar, Phillips and Currey 2018, arXiv:1707.00788) guards against accusers that are slow themselves: a peer
+whose helpers said no Nack either, who had to refute, or whose own clock ran late, probes more slowly (*awareness*), and
+a suspicion lasts longer until others confirm it. Time in which this peer itself did not run counts against nobody.
+
+What is added to the textbook:
+
+* The dead are pinged now and then, and told that they are held dead; so are the seeds (by ``Hello``). Who hears that
+  somebody he holds dead is alive asks that peer itself. So healed halves become one.
+* A card may announce ``busy_for_s``: until then silence accuses nobody.
+* A new process at a member's address, seen joining or through ``NotMe``, makes the old member suspect at once.
+* Settings that a run must have alike are compared at first contact; a misfit is refused, and told what differs.
+
+No sockets, clocks or randomness but what is handed in. ``contact``, ``receive``, ``tick``, ``update`` and ``leave``
+return what is to be done, in order. After ``Asleep`` or ``leave`` there is silence for ever: a driver that goes on takes
+a new id and a new Membership.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from mesh.effects import Note, Send
+from mesh.identity import PeerCard, PeerId
+from mesh.presets import LAN, LOCAL, PRESETS, WAN, Preset
+from mesh.roster import MAX_BUSY_S, Changed, Departed, Joined, Record, Roster, Suspected, objection
+from transport.messages import Ack, Hello, Liveness, Message, Nack, News, NotMe, Ping, PingReq, Refused, Sync, Welcome
+
+__all__ = [
+    "LAN", "LOCAL", "PRESETS", "WAN", "Asleep", "Changed", "Contacted", "Departed", "Effect", "Joined", "Membership",
+    "Preset", "Refusal", "Suspected",
+]  # fmt: skip
+
+HELPERS = 3  # asked to ping a silent peer: one good path among three is likely even at 30% loss
+FANOUT = 3  # random peers that get fresh news at once: all of a thousand within about seven rounds
+SHOUT = 16  # peers told directly of an own change or goodbye; the rest hear it from them
+AWARENESS_MAX = 3  # a slow peer probes at most four times slower: it must still notice the dead
+ASKS = 4  # doubted dead asked in one round of news
+MAX_SEEDS = 1024
+MAX_RELAYS = 256  # pings made for others, waiting for an answer
+CHUNK = 500  # members in one Sync or Welcome, about 200 KiB: a frame holds 1 MiB
+CONTACT_S, CONTACT_MAX_S = 0.25, 5.0  # a lone peer repeats its Hello, at first fast, for ever
+SEED_REST = 10  # times ``reach_s`` that a seed which answered is left alone
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The peer at ``address`` does not admit this one."""
+
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Contacted:
+    """The first other member is known: this peer is not alone. Emitted once."""
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """This peer did not run for ``gap_s``, long enough to be held dead: take a new id, forget what was agreed."""
+
+    gap_s: float
+
+
+Effect = Send | Note | Joined | Changed | Suspected | Departed | Refusal | Contacted | Asleep
+
+
+@dataclass
+class _Probe:
+    seq: int
+    target: PeerId
+    incarnation: int
+    ask_at: float
+    fail_at: float
+    helpers: Sequence[PeerId] | None = None
+    nacks: int = 0
+
+
+@dataclass
+class _Relay:
+    requester: PeerId
+    seq: int
+    target: PeerId
+    nack_at: float
+    nacked: bool = False
+
+
+class Membership:
+    """One peer's view of the mesh. Times are seconds of one monotonic clock, best one that goes on while the machine
+    is suspended (CLOCK_BOOTTIME)."""
+
+    def __init__(self, card: PeerCard, preset: Preset, rng: random.Random, now: float, incarnation: int = 0):
+        self.id = card.id
+        self.preset = preset
+        self.over = False
+        self.roster = Roster(card, preset, incarnation)
+        self._rng = rng
+        self._now = now
+        self._effects: list[Effect] = []
+        self._seeds: dict[str, float] = {}  # address -> not to be asked before
+        self._asked_seed = ""
+        self._contacted = False
+        self._contact_wait = CONTACT_S
+        self._round: list[PeerId] = []
+        self._probe: _Probe | None = None
+        self._relays: dict[int, _Relay] = {}
+        self._awareness = 0
+        self._last_seq = 0
+        self._next_probe = now + rng.random() * preset.period_s
+        self._next_telling = now
+        self._next_gossip = now
+        self._next_sync = now + (0.5 + rng.random()) * preset.sync_s
+        self._next_reach = now + (0.5 + rng.random()) * preset.reach_s
+        self._next_contact = now + CONTACT_S
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What is known
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def card(self) -> PeerCard:
+        return self.roster.card
+
+    @property
+    def incarnation(self) -> int:
+        return self.roster.incarnation
+
+    @property
+    def alive(self) -> tuple[PeerCard, ...]:
+        """The cards of all members, suspects and this peer included, ordered by id."""
+        return self.roster.alive
+
+    @property
+    def departed(self) -> list[Departed]:
+        """Who died or left within the hour, in that order."""
+        return [Departed(r.card, r.state == "dead", r.reason) for r in self.roster.dead.values()]
+
+    def card_of(self, peer: PeerId) -> PeerCard | None:
+        """The last card of a peer that is a member or still remembered."""
+        record = self.roster.record(peer)
+        return self.card if peer == self.id else record.card if record else None
+
+    def state_of(self, peer: PeerId) -> Liveness | None:
+        record = self.roster.record(peer)
+        return "alive" if peer == self.id else record.state if record else None
+
+    def reason_of(self, peer: PeerId) -> str:
+        """Why a departed peer went, in words; empty for others."""
+        record = self.roster.dead.get(peer)
+        return record.reason if record else ""
+
+    def asleep(self, now: float) -> bool:
+        """Whether this peer did not run for so long that others may hold it dead. Look before acting on what it knows."""
+        busy_s = max(0.0, self.roster.busy_until - self._now)
+        return self.over or now - self._now > busy_s + self.preset.detection_s(self.roster.size)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What happens
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def contact(self, addresses: Sequence[str], now: float) -> list[Effect]:
+        """Say Hello at addresses that are new, and keep them as seeds. ``tick`` repeats it while nobody answers."""
+        self._advance(now)
+        here = {card.address for card in self.alive}
+        for address in addresses:
+            if address and address not in self._seeds and address not in here and not self.over:
+                self._seeds[address] = now
+                self._hello(address)
+        while len(self._seeds) > MAX_SEEDS:
+            del self._seeds[next(iter(self._seeds))]
+        return self._take()
+
+    def receive(self, sender: PeerId, message: Message, now: float, reply: str = "") -> list[Effect]:
+        """``reply`` is the envelope's: where a sender whose card is unknown can be answered."""
+        self._advance(now)
+        if self.over:
+            pass
+        elif sender == self.id:
+            if isinstance(message, Hello) and self._asked_seed:
+                self._seeds[self._asked_seed] = math.inf  # a seed that is this peer under another name
+        else:
+            self._receive(sender, message, reply)
+        return self._take()
+
+    def tick(self, now: float) -> list[Effect]:
+        """To be called several times a period."""
+        self._advance(now)
+        if not self.over:
+            self.roster.judge(now)
+            self._step_probe()
+            self._step_accused()
+            self._step_relays()
+            self._step_gossip()
+            self._step_sync()
+            self._step_reach()
+            self._step_contact()
+        return self._take()
+
+    def update(self, now: float, **changes: Any) -> list[Effect]:
+        """Change this peer's card and spread it. Raises ValueError for an id, or a ``busy_for_s`` outside [0, 300]."""
+        self._advance(now)
+        if changes.get("id", self.id) != self.id:
+            raise ValueError("a peer's id cannot change: a new id is a new peer")
+        if not 0 <= changes.get("busy_for_s", 0) <= MAX_BUSY_S:
+            raise ValueError(f"busy_for_s = {changes['busy_for_s']} must be between 0 and {MAX_BUSY_S:.0f}")
+        if not self.over:
+            self.roster.change(replace(self.roster.own(now).card, **changes), now)
+            self._shout(self.roster.own(now))
+        return self._take()
+
+    def leave(self, reason: str, now: float) -> list[Effect]:
+        """Goodbye to the mesh, with the reason that the others will show. Nothing more comes from this Membership."""
+        self._advance(now)
+        if not self.over:
+            self._shout(News(self.card, self.incarnation + 1, "left", reason[:4096]))
+            self.over = True
+        return self._take()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Messages
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _receive(self, sender: PeerId, message: Message, reply: str) -> None:
+        match message:
+            case Hello():
+                self._receive_hello(sender, message)
+            case Welcome():
+                self._hear(message.members, sender)
+                if self._asked_seed:
+                    self._seeds[self._asked_seed] = self._now + SEED_REST * self.preset.reach_s
+                    self._asked_seed = ""
+            case Refused():
+                self._effects.append(Refusal(reply, message.reason))
+            case Ping():
+                self._hear(message.news, sender)
+                self._send(sender, Ack(message.seq, self._news(sender)), reply)
+            case Ack():
+                self._hear(message.news, sender)
+                self._receive_ack(sender, message.seq)
+            case PingReq():
+                self._hear(message.news, sender)
+                self._help(sender, message.seq, message.target, reply)
+            case Nack():
+                self._hear(message.news, sender)
+                if self._probe and message.seq == self._probe.seq and sender in (self._probe.helpers or ()):
+                    self._probe.nacks += 1
+            case Sync():
+                self._hear(message.members, sender)
+                if not message.reply:
+                    self._send_everybody(sender, reply, Sync)
+            case NotMe():
+                record = self.roster.record(message.meant)
+                if record and reply in ("", record.card.address):
+                    record.replaced = True
+                    self.roster.accuse(record, self.id, self._now)
+
+    def _receive_hello(self, sender: PeerId, hello: Hello) -> None:
+        card = hello.card
+        reason = objection(card, self.card, hello.protocol)
+        if sender != card.id:
+            return
+        if reason:
+            self._effects.append(Send(sender, Refused(reason), card.address))
+            self._effects.append(Note(f"refused {card.name} on {card.host}: {reason}", "warning"))
+        else:
+            self._hear([News(card, hello.incarnation, "alive")], sender)
+            self._send_everybody(sender, card.address, Welcome)
+
+    def _hear(self, news: Sequence[News], sender: PeerId) -> None:
+        """Take news to the roster, and see to what follows from it for probing."""
+        was_dead, incarnation = sender in self.roster.dead, self.incarnation
+        for piece in news:
+            self.roster.hear(piece, self._now)
+            if piece.card.id == sender and self.roster.record(sender) is None:
+                reason = objection(piece.card, self.card)
+                if reason:
+                    self._effects.append(Send(sender, Refused(reason), piece.card.address))
+        self._notice()
+        if self.incarnation > incarnation:  # it refuted: who had to be told so is slow itself, or badly connected
+            self._aware(+1)
+            self._send(sender, Sync([self.roster.own(self._now)], reply=True))
+        if was_dead and sender in self.roster.living:
+            self._send_everybody(sender, "", Sync, ask=True)  # its half may know others whom this one holds dead
+
+    def _receive_ack(self, sender: PeerId, seq: int) -> None:
+        probe, relay = self._probe, self._relays.get(seq)
+        if probe and seq == probe.seq and (sender == probe.target or sender in (probe.helpers or ())):
+            self._probe = None
+            self._aware(-1)
+        elif relay and sender == relay.target:
+            del self._relays[seq]
+            self._send(relay.requester, Ack(relay.seq, self._news(relay.requester)))
+
+    def _help(self, requester: PeerId, seq: int, target: PeerId, reply: str) -> None:
+        if self.roster.record(target) is None:
+            self._send(requester, Nack(seq, self._news(requester)), reply)
+            return
+        wait_s = 0.6 * (self.preset.period_s - self.preset.ack_s)  # the Nack must be back before the period ends
+        number = self._seq()
+        self._relays[number] = _Relay(requester, seq, target, self._now + wait_s)
+        if len(self._relays) > MAX_RELAYS:
+            del self._relays[next(iter(self._relays))]
+        self._send(target, Ping(number, self._news(target)))
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Time
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        gap_s = now - self._now
+        if not self.over and self.asleep(now):
+            self.over = True
+            self._effects.append(Asleep(gap_s))
+        elif gap_s > self.preset.ack_s:
+            self._aware(+1)
+            self.roster.excuse(gap_s)
+            if self._probe:  # the Ack may lie unread: ask again, accuse nobody
+                self._round.append(self._probe.target)
+                self._probe = None
+        self._now = max(now, self._now)
+
+    def _step_probe(self) -> None:
+        probe, now = self._probe, self._now
+        if probe and now >= probe.fail_at:
+            self._probe = None
+            self._fail(probe)
+        elif probe and probe.helpers is None and now >= probe.ask_at and not self.roster.is_busy(probe.target, now):
+            probe.helpers = self._pick(HELPERS, but=probe.target)
+            for helper in probe.helpers:
+                self._send(helper, PingReq(probe.seq, probe.target, self._news(helper)))
+        if now < self._next_probe:
+            return
+        slowly = 1 + self._awareness
+        self._next_probe = now + slowly * self.preset.period_s
+        target = self._next_target()
+        if target:
+            peer, seq = target.card.id, self._seq()
+            self._probe = _Probe(seq, peer, target.incarnation, now + slowly * self.preset.ack_s, self._next_probe)
+            self._send(peer, Ping(seq, self._news(peer)))
+
+    def _next_target(self) -> Record | None:
+        if not self._round:
+            self._round = list(self.roster.living)
+            self._rng.shuffle(self._round)
+        while self._round:
+            record = self.roster.living.get(self._round.pop())
+            if record:
+                return record
+        return None
+
+    def _fail(self, probe: _Probe) -> None:
+        record = self.roster.living.get(probe.target)
+        if record is None or self.roster.is_busy(probe.target, self._now):
+            return
+        self._aware(len(probe.helpers) - probe.nacks if probe.helpers else 1)
+        if record.incarnation == probe.incarnation:
+            self.roster.accuse(record, self.id, self._now)
+            self._next_telling = self._now
+
+    def _step_accused(self) -> None:
+        """Tell those whom this peer accuses, until they refute or are dead: one lost message must not kill."""
+        if self._now < self._next_telling:
+            return
+        self._next_telling = self._now + self.preset.ack_s
+        for peer, record in self.roster.living.items():
+            if record.state == "suspect" and self.id in record.accusers:
+                self._send(peer, Ping(self._seq(), self._news(peer)))
+
+    def _step_relays(self) -> None:
+        for number, relay in list(self._relays.items()):
+            if self._now >= relay.nack_at + self.preset.period_s:
+                del self._relays[number]
+            elif self._now >= relay.nack_at and not relay.nacked:
+                relay.nacked = True  # a late Ack is passed on all the same
+                self._send(relay.requester, Nack(relay.seq, self._news(relay.requester)))
+
+    def _step_gossip(self) -> None:
+        doubts = self.roster.doubts
+        if self._now < self._next_gossip or not (self.roster.fresh or doubts):
+            return
+        self._next_gossip = self._now + self.preset.gossip_s
+        if self.roster.fresh:
+            for peer in self._pick(FANOUT):
+                self._send(peer, Sync(self._news(peer), reply=True))
+        for peer in self._rng.sample(list(doubts), min(ASKS, len(doubts))):
+            del doubts[peer]
+            self._send(peer, Ping(self._seq(), self._news(peer)))
+
+    def _step_sync(self) -> None:
+        if self._now >= self._next_sync:
+            scale = max(1.0, math.log2(self.roster.size / 32) + 1)  # memberlist's: larger meshes exchange less often
+            self._next_sync = self._now + self.preset.sync_s * scale
+            for peer in self._pick(1):
+                self._send_everybody(peer, "", Sync, ask=True)
+
+    def _step_reach(self) -> None:
+        """Try one of the dead or one of the seeds, so that halves which lost each other meet again."""
+        if self._now < self._next_reach:
+            return
+        self._next_reach = self._now + self.preset.reach_s
+        self.roster.forget(self._now)
+        dead = [peer for peer, r in self.roster.dead.items() if r.state == "dead" and not r.replaced]
+        here = {card.address for card in self.alive}
+        seeds = [a for a, rest in self._seeds.items() if self._now >= rest and a not in here]
+        if seeds and self.roster.living and (not dead or self._rng.random() < 0.5):
+            self._asked_seed = self._rng.choice(seeds)
+            self._hello(self._asked_seed)
+        elif dead:
+            peer = self._rng.choice(dead)
+            self._send(peer, Ping(self._seq(), self._news(peer)))
+
+    def _step_contact(self) -> None:
+        if self.roster.living or not self._seeds or self._now < self._next_contact:
+            return
+        self._asked_seed = ""
+        self._contact_wait = min(2 * self._contact_wait, CONTACT_MAX_S)
+        self._next_contact = self._now + self._contact_wait
+        for address in self._rng.sample(list(self._seeds), min(SHOUT, len(self._seeds))):
+            self._hello(address)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Small things
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _notice(self) -> None:
+        """Hand on what happened in the roster; who joined is probed within this round."""
+        for effect in self.roster.effects:
+            self._effects.append(effect)
+            if isinstance(effect, Joined):
+                self._round.insert(self._rng.randrange(len(self._round) + 1), effect.card.id)
+                self._contact_wait = CONTACT_S
+                if not self._contacted:
+                    self._contacted = True
+                    self._effects.append(Contacted())
+        self.roster.effects.clear()
+
+    def _take(self) -> list[Effect]:
+        self._notice()
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _aware(self, change: int) -> None:
+        self._awareness = min(AWARENESS_MAX, max(0, self._awareness + change))
+
+    def _seq(self) -> int:
+        self._last_seq += 1
+        return self._last_seq
+
+    def _pick(self, count: int, but: PeerId = "") -> list[PeerId]:
+        others = [peer for peer in self.roster.living if peer != but]
+        return self._rng.sample(others, min(count, len(others)))
+
+    def _news(self, to: PeerId) -> list[News]:
+        return self.roster.news(to, self._now)
+
+    def _send(self, to: PeerId, message: Message, address: str = "") -> None:
+        record = self.roster.record(to)
+        if record or address:
+            self._effects.append(Send(to, message, record.card.address if record else address))
+
+    def _send_everybody(self, to: PeerId, address: str, kind: type[Sync] | type[Welcome], *, ask: bool = False) -> None:
+        """A full exchange, in pieces that fit a frame; ``ask`` for a Sync that wants one in return."""
+        news = self.roster.everybody(to, self._now)
+        for start in range(0, len(news), CHUNK):
+            part = news[start : start + CHUNK]
+            self._send(to, Welcome(part) if kind is Welcome else Sync(part, not ask or start > 0), address)
+
+    def _shout(self, news: News) -> None:
+        for peer in self._pick(SHOUT):
+            self._send(peer, Sync([news], reply=True))
+
+    def _hello(self, address: str) -> None:
+        self._effects.append(Send("", Hello(self.roster.own(self._now).card, self.incarnation), address))
