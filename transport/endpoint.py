@@ -10,8 +10,9 @@ Strangers: all sockets speak CURVE with the run's one key pair. A handshake need
 know, and then passes the ZAP handler, which admits exactly this key. Both happen inside libzmq or before a message is
 read, so a stranger costs a connection for at most ``HANDSHAKE_MS`` and reaches no code above this file.
 
-Threads: one thread owns an endpoint and calls everything, except `wake`. Processes: spawn, never fork, once one exists;
-a forked child would share its sockets.
+Threads: the thread that receives owns the endpoint and calls everything, except `wake`; whoever made it may send before
+that thread starts, and close after it ended. Processes: spawn, never fork, once one exists; a forked child would share
+its sockets.
 """
 
 import errno
@@ -137,6 +138,7 @@ class Endpoint:
 
         Bounded: what a call leaves behind, the next takes. Messages of another run, for another id, or malformed are
         counted and dropped here; who sent one for another id gets NotMe."""
+        self._owner = self._owner or threading.get_ident()
         self._own()
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
         if self._zap in ready:
@@ -365,10 +367,7 @@ class Endpoint:
             self._logged[reason] = now, self.counters[reason]
 
     def _own(self) -> None:
-        me = threading.get_ident()
-        if self._owner is None:
-            self._owner = me
-        assert self._owner == me, "an endpoint belongs to the thread that first used it"
+        assert self._owner in (None, threading.get_ident()), "an endpoint belongs to the thread that receives"
 
 
 def _numeric(host: str) -> str:

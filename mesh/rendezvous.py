@@ -1,0 +1,234 @@
+"""First contact: where a starting peer finds addresses of others. Whoever answers there admits it; nothing is elected.
+
+A rendezvous only ever yields *addresses to try*. Whether a peer of this run answers at one is settled by the secret, so
+a forgotten card or a wrong seed costs an attempt and nothing else. Another kind (a launcher's store) is one more class
+with these four methods and one more line in `parse`.
+"""
+
+import logging
+import os
+import re
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from mesh import addresses
+from mesh.identity import PeerCard
+
+RENEW_S = 60.0  # how often `renew` is to be called
+STALE_S = 600.0  # a card not renewed for so long is nobody's
+MAX_CARDS = 256  # read at once, the newest first: one answer is enough
+MAX_CARD_BYTES = 64 << 10
+FORMS = "tcp://host:port[,host:port...] with IPv6 in brackets, or file:///directory"
+
+_SEED = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[\w.-]+):(\d{1,5})")
+
+log = logging.getLogger("mesh.rendezvous")
+T = TypeVar("T")
+
+
+class Rendezvous(Protocol):
+    def publish(self, card: PeerCard, run: str) -> None:
+        """Let others find the peer of ``card``. Raises ValueError when that is impossible."""
+
+    def addresses(self) -> list[str]:
+        """ZeroMQ addresses to try, possibly one's own. Waits at most about a second for a resolver or a disk."""
+
+    def renew(self) -> None:
+        """Say again that the peer is there; to be called every RENEW_S. Returns at once."""
+
+    def withdraw(self) -> None:
+        """Take back what was published. Harmless when nothing was."""
+
+
+def parse(url: str) -> "Seeds | Directory":
+    """The rendezvous that ``url`` names. Raises ValueError naming the valid forms."""
+    scheme, _, rest = url.partition("://")
+    if scheme == "tcp" and rest:
+        return Seeds(tuple(_seed(text, url) for text in rest.split(",")))
+    if scheme == "file" and rest.removeprefix("localhost").startswith("/"):
+        return Directory(Path(urllib.parse.unquote(rest.removeprefix("localhost"))))
+    raise ValueError(f"mesh.rendezvous = {url!r} is none; write {FORMS}")
+
+
+def _seed(text: str, url: str) -> tuple[str, int]:
+    match = _SEED.fullmatch(text.strip().removeprefix("tcp://"))
+    if not match or not 0 < int(match[2]) < 1 << 16:
+        hint = "is IPv6 without brackets" if text.count(":") > 1 and "[" not in text else "is no host:port"
+        raise ValueError(f"mesh.rendezvous = {url!r}: {text.strip()!r} {hint}; write {FORMS}")
+    return match[1].strip("[]"), int(match[2])
+
+
+class Seeds:
+    """``tcp://``: addresses that must be known beforehand. A peer's own may be among them."""
+
+    def __init__(self, seeds: tuple[tuple[str, int], ...]) -> None:
+        self.seeds = seeds
+        self._found: _Latest[list[str]] = _Latest(self._resolve, [])
+
+    def publish(self, card: PeerCard, run: str) -> None:
+        pass  # being there is enough
+
+    def addresses(self) -> list[str]:
+        return self._found.get()
+
+    def renew(self) -> None:
+        pass
+
+    def withdraw(self) -> None:
+        pass
+
+    def _resolve(self) -> list[str]:
+        """Names are looked up every time: they may move. One that is unknown stays as it is, for a diagnosis."""
+        found = []
+        for host, port in self.seeds:
+            try:
+                ips = addresses.resolve(host)[:8]
+            except ValueError:
+                ips = [host]
+            if names_this_machine(host, ips) and (own := addresses.default()):
+                ips.append(own)
+            found += [f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}" for ip in ips]
+        return list(dict.fromkeys(found))
+
+
+def names_this_machine(host: str, ips: list[str]) -> bool:
+    """Whether ``host`` is this machine's own name, which its hosts file maps to the loopback: others know it by another
+    address, and this machine must listen there."""
+    named = host != "localhost" and not host.endswith(".localhost") and host not in ips
+    return named and any(map(addresses.is_loopback, ips))
+
+
+class _Entry(Struct):
+    """What a card in the directory says."""
+
+    run: str
+    time: float
+    id: str
+    name: str
+    role: str
+    host: str
+    address: str
+
+
+class Directory:
+    """``file://``: a directory that all peers see, in which each keeps a card ``<id>.json``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._entry: _Entry | None = None
+        self._found: _Latest[list[str]] = _Latest(self._read, [])
+        self._renewed = _Latest(self._write, None)
+        self._said: set[str] = set()
+
+    def publish(self, card: PeerCard, run: str) -> None:
+        self._entry = _Entry(run, time.time(), card.id, card.name, card.role, card.host, card.address)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._write()
+        except OSError as e:
+            raise ValueError(f"the rendezvous directory {self.path} cannot be written: {e.strerror}") from None
+
+    def addresses(self) -> list[str]:
+        return self._found.get()
+
+    def renew(self) -> None:
+        self._renewed.get(wait_s=0.0)
+
+    def withdraw(self) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            try:
+                self._file(entry).unlink(missing_ok=True)
+            except OSError as e:  # leaving goes on; the card goes stale by itself
+                log.warning("the card %s cannot be removed: %s", self._file(entry), e.strerror)
+
+    def _file(self, entry: _Entry) -> Path:
+        return self.path / f"{entry.id}.json"
+
+    def _write(self) -> None:
+        entry = self._entry
+        if entry is None:
+            return
+        entry.time = time.time()
+        temporary = self.path / f".{entry.id}.tmp"
+        with open(temporary, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(entry)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self._file(entry))  # never a half-written card
+        if self._entry is None:  # withdrawn meanwhile
+            self._file(entry).unlink(missing_ok=True)
+
+    def _read(self) -> list[str]:
+        mine = self._entry
+        found: list[str] = []
+        for path in self._newest():
+            entry = self._load(path)
+            if entry is None or mine is None or entry.run != mine.run or entry.id == mine.id:
+                continue
+            if time.time() - entry.time > STALE_S:
+                path.unlink(missing_ok=True)  # of a peer that was killed; a living one writes it again
+            elif entry.host != mine.host and addresses.is_loopback(entry.address.split("//")[-1].rpartition(":")[0]):
+                self._say(path, f"{entry.name} on {entry.host} advertises a loopback address; set mesh.address there")
+            else:
+                found.append(entry.address)
+        return found
+
+    def _newest(self) -> list[Path]:
+        try:
+            entries = [e for e in os.scandir(self.path) if e.name.endswith(".json") and e.name[0] != "."]
+        except FileNotFoundError:
+            return []
+        aged = []
+        for e in entries:
+            try:
+                if e.is_file(follow_symlinks=False):
+                    aged.append((-e.stat().st_mtime, e.path))
+            except FileNotFoundError:
+                continue  # withdrawn while we looked
+        return [Path(path) for _, path in sorted(aged)[:MAX_CARDS]]
+
+    def _load(self, path: Path) -> _Entry | None:
+        try:
+            with open(path, "rb") as file:
+                return msgspec.json.decode(file.read(MAX_CARD_BYTES), type=_Entry)
+        except FileNotFoundError:
+            return None  # withdrawn while we looked
+        except (OSError, ValueError, RecursionError) as e:
+            self._say(path, f"ignored: {e}")
+            return None
+
+    def _say(self, path: Path, what: str) -> None:
+        if path.name not in self._said and len(self._said) < MAX_CARDS:
+            self._said.add(path.name)
+            log.warning("card %s: %s", path, what)
+
+
+class _Latest(Generic[T]):
+    """The value of a call that may hang (a resolver, a network file system), made on a thread of its own, one at a
+    time. Who asks waits a little, and then gets the last value there was: the loop that answers pings asks too."""
+
+    def __init__(self, fn: Callable[[], T], first: T) -> None:
+        self._fn = fn
+        self._value = first
+        self._thread: threading.Thread | None = None
+
+    def get(self, wait_s: float = 1.0) -> T:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="mesh-rendezvous", daemon=True)
+            self._thread.start()
+        self._thread.join(wait_s)
+        return self._value
+
+    def _run(self) -> None:
+        try:
+            self._value = self._fn()
+        except OSError as e:  # a disk that is full or away for a while: asked again later
+            log.warning("rendezvous: %s", e)
