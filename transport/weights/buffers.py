@@ -102,6 +102,8 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether a floating tensor holds neither NaN nor infinity."""
     if tensor.numel() == 0:
         return True
+    if tensor.dtype.itemsize == 1:  # float8 has no minimum in torch
+        tensor = tensor.float()
     low, high = torch.aminmax(tensor)  # both are NaN if any element is; reads once, allocates nothing
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
