@@ -26,17 +26,17 @@ def v(number: int) -> Version:
 
 def llama(seed: int, **settings) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    base = dict(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=40,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
+    base = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 40,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+    }
     return LlamaForCausalLM(LlamaConfig(**(base | settings))).eval()
 
 
@@ -104,7 +104,7 @@ class Approve:
     def before(self, engine, probe) -> None:
         pass
 
-    def prove(self, engine, manifest, digests, probe, version):
+    def prove(self, engine, manifest, tensor_digests, probe, version, flat=None):
         self.scores.append(engine.score(probe))
         return SimpleNamespace(proved=version.number not in self.fail, reason="the probe differs")
 
@@ -173,7 +173,7 @@ def test_every_token_across_versions_is_what_its_own_version_would_give(start, m
         versions.put(models[1], 1)
         running = asyncio.gather(engine.generate(batch), _join(engine, late))
         for number in (2, 3, 4):
-            await until(lambda: engine.version == v(number - 1))
+            await until(lambda number=number: engine.version == v(number - 1))
             seen = engine.figures.tokens
             await until(lambda seen=seen: engine.figures.tokens > seen + 40)
             versions.put(models[number], number)

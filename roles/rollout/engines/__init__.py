@@ -1,0 +1,35 @@
+"""Engines by name. What an engine is stands in ``base.py``; importing this package imports no torch."""
+
+from typing import TYPE_CHECKING, Any
+
+from mesh.config import Config
+
+if TYPE_CHECKING:
+    from roles.rollout.engines.base import Engine
+
+
+def load_engine(config: Config, device: str = "cpu", threads: int = 0) -> "tuple[Engine, Any]":
+    """The engine of ``rollout.engine`` with dummy weights, not yet started, and the model's tokenizer.
+
+    ``threads``: CPU threads where ``rollout.threads`` leaves them open. Raises ValueError naming the setting."""
+    if config.rollout.engine == "vllm":
+        raise ValueError('rollout.engine = "vllm" is not available in this version: use "transformers" or "auto"')
+    import torch
+    from transformers import AutoTokenizer
+
+    from roles.rollout.engines.transformers import TransformersEngine, dummy_model, end_tokens
+    from roles.starter import resolve
+
+    path, trust = resolve(config.model.path, config.run.seed), config.model.trust_remote_code
+    wire = config.weights.wire_dtype if config.weights.wire_dtype != "auto" else config.model.dtype
+    dtype = config.rollout.dtype if config.rollout.dtype != "auto" else wire
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+        model = dummy_model(path, dtype=getattr(torch, dtype), device=device, trust_remote_code=trust)
+        eos = end_tokens(path, extra=[tokenizer.eos_token_id], trust_remote_code=trust)
+    except (OSError, ValueError, ImportError) as e:
+        raise ValueError(f"model.path = {config.model.path} cannot be loaded: {str(e).splitlines()[0]}") from e
+    engine = TransformersEngine(
+        model, eos=eos, max_batch=config.rollout.max_batch, threads=config.rollout.threads or threads
+    )
+    return engine, tokenizer

@@ -1,12 +1,12 @@
 """What an engine is: token ids in, sampled tokens with their log-probabilities and versions out.
 
 An engine owns a thread (or processes) of its own. The rollout calls ``await engine.sample(request)`` on its asyncio
-loop. Requests that become ready in one turn of the loop are handed over together, in the order of the calls, and admitted
-together: with one rollout and ``max_lag = 0`` a run can then be repeated bit for bit.
+loop. Requests that become ready in one turn of the loop are handed over together, in the order of the calls, and
+admitted together: with one rollout and ``max_lag = 0`` a run can then be repeated bit for bit.
 
 Weights come from the other side, between two tokens: the engine's thread asks its ``WeightSource`` for a version that
-arrived complete, copies it in, lets the ``Prover`` check it, and only then steps again. Before the first proved version,
-and after one that failed its proof, requests wait and nothing is sampled.
+arrived complete, copies it in, lets the ``Prover`` check it, and only then steps again. Before the first proved
+version, and after one that failed its proof, requests wait and nothing is sampled.
 """
 
 import asyncio
@@ -89,8 +89,15 @@ class Prover(Protocol):
     def before(self, engine: "Engine", probe: Any) -> None: ...
 
     def prove(
-        self, engine: "Engine", manifest: Any, tensor_digests: np.ndarray, probe: Any, version: Version
-    ) -> Any: ...
+        self,
+        engine: "Engine",
+        manifest: Any,
+        tensor_digests: np.ndarray,
+        probe: Any,
+        version: Version,
+        flat: "torch.Tensor | None" = None,
+    ) -> Any:
+        """A ``Proof``: ``proved``, and else a ``reason``."""
 
 
 @dataclass
@@ -129,6 +136,8 @@ class Engine(ABC):
     version: Version | None = None
     state: State = "waiting"
     failure: BaseException | None = None
+    longest: int | None = None
+    """Most tokens of a sequence, prompt included; None where the model sets no limit."""
 
     def __init__(self) -> None:
         self.figures = Figures()
@@ -198,7 +207,7 @@ class Engine(ABC):
 
     @abstractmethod
     def live_tensors(self) -> "Iterable[tuple[str, torch.Tensor]]":
-        """Every distinct tensor the forward pass reads that a version decides, in a stable order and whatever layout."""
+        """Every distinct tensor that a version decides, in a stable order, in the layout the forward pass reads."""
 
     @abstractmethod
     def load(self, manifest: Any, flat: "torch.Tensor") -> None:
@@ -206,7 +215,7 @@ class Engine(ABC):
 
     @abstractmethod
     def score(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 (n-1,): log-probability of ``tokens[1:]`` (int32 (n,)) at temperature 1, as the engine would sample."""
+        """float32 (n-1,): log-probability of ``tokens[1:]`` (int32 (n,)) at temperature 1."""
 
 
 def sample_seed(seed: int, index: int, turn: int = 0) -> int:

@@ -1,9 +1,9 @@
 """Decoding many sequences at once: a left-padded batch over a key-value cache, vectorised over its rows.
 
-A row enters by prefilling all of its tokens but the last; every step then feeds the last token of each row and draws the
-next. So newcomers and those already running share one forward, and after a change of weights the same prefill, over all
-rows, makes every later token exactly what the new weights alone would have given. Rows leave by tensor operations; work
-per row in Python happens only when one enters or leaves.
+A row enters by prefilling all of its tokens but the last; every step then feeds the last token of each row and draws
+the next. So newcomers and those already running share one forward, and after a change of weights the same prefill, over
+all rows, makes every later token exactly what the new weights alone would have given. Rows leave by tensor operations;
+work per row in Python happens only when one enters or leaves.
 
 Invariant: the real tokens of a row are the rightmost ``length`` of the cache's ``width`` columns.
 """

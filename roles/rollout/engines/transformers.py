@@ -53,7 +53,7 @@ class TransformersEngine(Engine):
         self.max_batch, self.threads = max_batch, threads
         config = model.config.get_text_config()
         self._vocabulary = int(config.vocab_size)
-        self._positions = getattr(config, "max_position_embeddings", None)
+        self.longest = getattr(config, "max_position_embeddings", None)
         parameter = next(model.parameters())
         self._device = parameter.device
         attention = getattr(config, "_attn_implementation", "")
@@ -83,10 +83,10 @@ class TransformersEngine(Engine):
         n = len(request.prompt)
         if n == 0 or request.max_new_tokens < 1:
             raise ValueError("a request needs at least one prompt token and one new token")
-        if self._positions is not None and n + request.max_new_tokens > self._positions:
+        if self.longest is not None and n + request.max_new_tokens > self.longest:
             raise ValueError(
                 f"a prompt of {n} tokens and rollout.max_new_tokens = {request.max_new_tokens} need "
-                f"{n + request.max_new_tokens} positions, the model has {self._positions}: shorten one of them"
+                f"{n + request.max_new_tokens} positions, the model has {self.longest}: shorten one of them"
             )
         low, high = int(request.prompt.min()), int(request.prompt.max())
         if low < 0 or high >= self._vocabulary:
@@ -251,7 +251,9 @@ class TransformersEngine(Engine):
         self.version, self.state = None, "unproven"
         self.load(arrived.manifest, arrived.flat)
         copied = time.perf_counter()
-        proof = self.prover.prove(self, arrived.manifest, arrived.tensor_digests, arrived.probe, arrived.version)
+        proof = self.prover.prove(
+            self, arrived.manifest, arrived.tensor_digests, arrived.probe, arrived.version, arrived.flat
+        )
         proved = time.perf_counter()
         if not proof.proved:
             self.source.refused(arrived, proof)
@@ -345,11 +347,11 @@ def dummy_model(
     return model.to(device)
 
 
-def end_tokens(path: str | Path, extra: Iterable[int | None] = ()) -> list[int]:
+def end_tokens(path: str | Path, extra: Iterable[int | None] = (), trust_remote_code: bool = False) -> list[int]:
     """The ids that end a completion: of the model's configuration, of its generation settings, and ``extra`` ones (the
     tokenizer's). Empty when the model names none: completions then end by length only."""
     found: set[int] = {i for i in extra if i is not None}
-    settings = [AutoConfig.from_pretrained(path).get_text_config()]
+    settings = [AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()]
     if (Path(path) / "generation_config.json").exists():
         settings.append(GenerationConfig.from_pretrained(path))
     for one in settings:
