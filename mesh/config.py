@@ -181,12 +181,11 @@ def _spell(key: str, section: str) -> str:
 
 
 def _nearest(key: str, fields: dict, section: str) -> str:
-    close = difflib.get_close_matches(key, fields, n=1, cutoff=0.6)
-    if close:
+    elsewhere = [f.name for f in msgspec.structs.fields(Config) if key in f.type.__struct_fields__]
+    if elsewhere:  # the right key in the wrong place
+        return f"; did you mean {elsewhere[0]}.{key}?"
+    if close := difflib.get_close_matches(key, fields, n=1, cutoff=0.6):
         return f"; did you mean {section + '.' if section else ''}{close[0]}?"
-    for outer in msgspec.structs.fields(Config):
-        if key in {f.name for f in msgspec.structs.fields(outer.type)}:
-            return f"; did you mean {outer.name}.{key}?"
     return f"; known here: {', '.join(fields)}"
 
 
@@ -216,10 +215,12 @@ def dumps(config: Config) -> str:
 
 
 def agreed_digests(config: Config) -> dict[str, str]:
-    """A short digest for each section that all peers must have alike. Sampling (temperature, length) counts as agreed."""
+    """A short digest for each section that all peers must have alike, and for how completions are sampled."""
     parts = {name: msgspec.to_builtins(getattr(config, name)) for name in AGREED}
     parts["trainer"] = {k: v for k, v in parts["trainer"].items() if k != "threads"}
     parts["rollout"] = {k: getattr(config.rollout, k) for k in ("temperature", "max_new_tokens")}
-    return {
-        k: hashlib.blake2b(msgspec.json.encode(v, order="sorted"), digest_size=8).hexdigest() for k, v in parts.items()
-    }
+    return {name: _digest(part) for name, part in parts.items()}
+
+
+def _digest(part: dict) -> str:
+    return hashlib.blake2b(msgspec.json.encode(part, order="sorted"), digest_size=8).hexdigest()

@@ -38,7 +38,7 @@ class Rendezvous(Protocol):
         """Let others find the peer of ``card``. Raises ValueError when that is impossible."""
 
     def addresses(self) -> list[str]:
-        """ZeroMQ addresses to try, possibly one's own. Waits at most about a second for a resolver or a disk."""
+        """ZeroMQ addresses to try, possibly one's own. Waits at most a second for a resolver or a disk."""
 
     def renew(self) -> None:
         """Say again that the peer is there; to be called every RENEW_S. Returns at once."""
@@ -221,10 +221,10 @@ class _Latest(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def get(self, wait_s: float = 1.0) -> T:
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None or not self._thread.is_alive():  # a call that hangs is waited for once
             self._thread = threading.Thread(target=self._run, name="mesh-rendezvous", daemon=True)
             self._thread.start()
-        self._thread.join(wait_s)
+            self._thread.join(wait_s)
         return self._value
 
     def _run(self) -> None:
