@@ -1,0 +1,286 @@
+"""The receiver of weights: shadow buffers beside a running engine.
+
+Three threads meet here. The peer's loop runs ``reception.py``, which decides. The mover takes part in broadcasts and
+checks each bucket's digest as it arrives. The engine's thread looks at ``offered`` between two tokens (one attribute
+read when there is nothing), loads what it gets, proves it and answers with ``took`` or ``refused``; only then is the
+buffer written again. One lock guards the machine; nothing waits while holding it.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mesh.config import Weights
+from mesh.effects import Send
+from mesh.identity import PeerId
+from mesh.version import Lineage, Version
+from transport.formation import Formation, FormationBroken
+from transport.messages import Announce, Begin, Go, ManifestAsk, ManifestTell, Member, Probe
+from transport.port import Port
+from transport.weights.buffers import bucket_digest, new_flat
+from transport.weights.manifest import Manifest
+from transport.weights.mover import Build, Mover, peer_name
+from transport.weights.proof import Proof
+from transport.weights.reception import SHADOWS, Offer, ReceiverSchedule, Refuse, Released, StartReceive
+
+TICK_S = 0.05
+MOST_PARTS = 1024  # of a manifest: with parts of half a MiB at most far above what a model has
+
+
+@dataclass(frozen=True, eq=False)
+class Arrived:
+    """A verified version. ``flat`` (uint8, (manifest.nbytes,)) and ``tensor_digests`` (uint64, one an entry) are to be
+    read until ``took`` or ``refused`` is called, not later: then the buffer is written again."""
+
+    version: Version
+    lineage: Lineage
+    manifest: Manifest
+    flat: Tensor
+    tensor_digests: np.ndarray
+    probe: Probe
+
+
+class Receiver:
+    """Make one before the peer starts (it registers handlers), with the engine already loaded.
+
+    ``engine_build`` names what must be alike for two engines to hold identical live tensors; proofs carry it."""
+
+    def __init__(self, port: Port, weights: Weights, build: Build, *, engine_build: str = "") -> None:
+        self.engine_build = engine_build
+        self._port = port
+        self._weights = weights
+        self._mover = Mover(port, build, self._formed, self._failed)
+        self._lock = threading.RLock()
+        self._schedule = ReceiverSchedule()
+        self._waiting = False  # whether take() may have something
+        self._manifest: Manifest | None = None
+        self._parts: dict[int, bytes] = {}
+        self._shadows: list[Tensor] = []
+        self._asked = ""  # the manifest
+        self._learning = False
+        self._in: dict[int, Announce] = {}  # what lies, or is being received, in each shadow
+        self._abandoned: list[tuple[int, Formation]] = []
+        self._buckets = 0
+        port.on(Announce, self._announced)
+        port.on(Begin, self._began)
+        port.on(ManifestTell, self._told)
+        port.on_go("weights", self._mover.form)
+        port.every(TICK_S, self._tick)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # For the engine's thread
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def offered(self) -> Arrived | None:
+        """The version to take over now, if there is one: load it, prove it, then call ``took`` or ``refused``."""
+        if not self._waiting:
+            return None
+        with self._lock:
+            taken = self._schedule.take()
+            if taken is None:
+                self._waiting = False
+                return None
+            version, slot = taken
+            a, manifest = self._in[slot], self._manifest
+            assert manifest is not None
+            return Arrived(version, a.lineage, manifest, self._shadows[slot], a.tensor_digests, a.probe)
+
+    def took(self, arrived: Arrived, proof: Proof) -> None:
+        """The engine runs ``arrived``; whether it is proved is what ``proof`` says. Its buffer is given back."""
+        fields = {
+            "build": self.engine_build,
+            "live_digest": proof.live_digest,
+            "difference": proof.difference,
+            "floor": proof.floor,
+            "power": proof.power,
+        }
+        self._answer(arrived.version, proof.proved, proof.reason, fields)
+
+    def refused(self, arrived: Arrived, why: Proof | str) -> None:
+        """The engine does not take ``arrived``, or it failed its proof."""
+        self._answer(arrived.version, False, why if isinstance(why, str) else why.reason, {})
+
+    def pin(self, version: Version | None) -> None:
+        """Hand out only this version until ``pin(None)``, and keep it while it waits: for an evaluation."""
+        with self._lock:
+            self._run(self._schedule.pin(version))
+            self._waiting = True
+
+    @property
+    def proved(self) -> Version | None:
+        """The version that the engine runs, proved."""
+        return self._schedule.proved
+
+    def close(self) -> None:
+        """End the mover; returns within seconds. The port may already be closed."""
+        self._mover.close()
+
+    def _answer(self, version: Version, proved: bool, reason: str, fields: dict[str, Any]) -> None:
+        now = time.monotonic()
+        self._port.post(lambda: self._do(lambda: self._schedule.applied(version, proved, now, reason=reason, **fields)))
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # On the mover
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _receive(
+        self, formation: Formation | None, abandon: threading.Event, start: StartReceive, source: PeerId
+    ) -> None:
+        """Take part in every operation of the broadcast even when a bucket is corrupt: the others need this rank."""
+        manifest, a = self._manifest, start.announce
+        assert manifest is not None
+        size, count = a.bucket_bytes, len(a.bucket_digests)
+        flat = self._shadows[start.slot] if start.slot is not None else None
+        scratch = torch.empty(min(size, manifest.nbytes), dtype=torch.uint8) if flat is None else None
+        corrupt, broken, buckets = "", "its formation is gone" if formation is None else "", 0
+        try:
+            for i in range(count if formation is not None else 0):
+                assert formation is not None
+                length = min(size, manifest.nbytes - i * size)
+                bucket = flat[i * size : i * size + length] if flat is not None else scratch[:length]  # type: ignore[index]
+                rank = formation.members.index(Member(source))
+                formation.broadcast(bucket, rank, self._weights.op_timeout_s, abandon)
+                if not corrupt and bucket_digest(bucket, 0, size) != int(a.bucket_digests[i]):
+                    corrupt = (
+                        f"bucket {i} of {count} does not have the digest announced by {peer_name(self._port, source)}"
+                    )
+                buckets += not corrupt
+                self._buckets = buckets
+        except FormationBroken as e:
+            broken = str(e)
+        busy = broken != "" and formation is not None and not formation.ended()
+        self._port.post(lambda: self._ended(start, formation, corrupt, broken, busy))
+
+    def _learn(self, digest: str, payload: bytes) -> None:
+        """Decode a manifest and make the shadow buffers for it: both too slow for the loop."""
+        try:
+            manifest = Manifest.decode(payload)
+            if manifest.digest != digest:
+                raise ValueError(f"manifest {digest} arrived as {manifest.digest}")
+        except ValueError as e:
+            text = f"manifest from {peer_name(self._port, self._schedule.publisher)} is refused: {e}"
+            self._port.post(lambda: self._unlearned(text))
+            return
+        shadows = [new_flat(manifest.nbytes) for _ in range(SHADOWS)]
+        self._port.post(lambda: self._learned(manifest, shadows))
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # On the loop
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _announced(self, publisher: PeerId, a: Announce) -> None:
+        objection = self._mismatch(a)
+        self._do(lambda: self._schedule.announced(publisher, a, time.monotonic(), objection))
+
+    def _mismatch(self, a: Announce) -> str:
+        """What is wrong with an announcement in itself, given the manifest."""
+        manifest = self._manifest
+        if a.bucket_bytes < 1:
+            return "it has buckets of no bytes"
+        if manifest is None:
+            return ""
+        if a.manifest != manifest.digest:
+            return (
+                f"its manifest {a.manifest[:8]} is not the {manifest.digest[:8]} this rollout has buffers for; "
+                "trainers of one run must send the same tensors"
+            )
+        have = (len(a.bucket_digests), len(a.tensor_digests))
+        need = (manifest.buckets(a.bucket_bytes), len(manifest.entries))
+        return "" if have == need else f"it has {have} digests of buckets and tensors; the manifest says {need}"
+
+    def _told(self, publisher: PeerId, tell: ManifestTell) -> None:
+        if (
+            self._manifest is not None
+            or self._learning
+            or tell.digest != self._asked
+            or not tell.part < tell.parts <= MOST_PARTS
+        ):
+            return
+        self._parts[tell.part] = tell.payload
+        if len(self._parts) == tell.parts:
+            payload = b"".join(self._parts[i] for i in sorted(self._parts))
+            self._parts, self._learning = {}, True
+            self._mover.do(lambda: self._learn(tell.digest, payload))
+
+    def _learned(self, manifest: Manifest, shadows: list[Tensor]) -> None:
+        self._manifest, self._shadows = manifest, shadows
+        self._schedule.manifest_known(manifest.digest)
+
+    def _unlearned(self, text: str) -> None:
+        self._learning = False
+        self._port.note(text, "warning")
+
+    def _began(self, publisher: PeerId, begin: Begin) -> None:
+        self._do(lambda: self._schedule.began(publisher, begin, time.monotonic()))
+
+    def _formed(self, formation: Formation) -> None:
+        self._do(lambda: self._schedule.formed(formation.ballot, formation.members, time.monotonic()))
+
+    def _failed(self, go: Go, reason: str, at_fault: Sequence[Member]) -> None:
+        self._port.note(f"weights formation {go.ballot} failed: {reason}", "warning")
+
+    def _ended(self, start: StartReceive, formation: Formation | None, corrupt: str, broken: str, busy: bool) -> None:
+        now = time.monotonic()
+        if broken:
+            self._port.note(f"receiving {start.version}, attempt {start.attempt}, failed: {broken}", "warning")
+        if busy and start.slot is not None and formation is not None:
+            self._abandoned.append((start.slot, formation))
+
+        def end() -> list[Any]:
+            self._schedule.progress(self._buckets)
+            ok = not corrupt and not broken
+            effects = self._schedule.receive_ended(
+                start.version, start.attempt, ok, now, reason="" if broken else corrupt, busy=busy
+            )
+            return effects + (self._schedule.disbanded(start.ballot, now) if broken else [])
+
+        self._do(end)
+        if broken:
+            self._mover.disband(start.ballot)
+
+    def _tick(self) -> None:
+        def tick() -> list[Any]:
+            for slot, _ in [a for a in self._abandoned if a[1].ended()]:
+                self._schedule.freed(slot)
+            self._abandoned = [a for a in self._abandoned if not a[1].ended()]
+            self._schedule.progress(self._buckets)
+            return self._schedule.tick(time.monotonic())
+
+        self._do(tick)
+
+    def _do(self, step: Any) -> None:
+        with self._lock:
+            self._run(step())
+
+    def _run(self, effects: list[Any]) -> None:
+        """Under the lock: an offered version must be complete before the engine's thread can take it."""
+        for effect in effects:
+            match effect:
+                case Send(to=to, message=message):
+                    if isinstance(message, ManifestAsk) and message.digest != self._asked:
+                        self._asked, self._parts = message.digest, {}
+                    self._port.send(to, message)
+                case StartReceive():
+                    self._start(effect)
+                case Offer():
+                    self._waiting = True
+                case Released(slot=slot):
+                    self._in.pop(slot, None)
+                case Refuse(version=version, publisher=publisher, reason=reason):
+                    text = f"{version} of {peer_name(self._port, publisher)} is refused: {reason}"
+                    self._port.note(text, "warning")
+                case _:
+                    raise AssertionError(f"unknown effect {effect}")
+
+    def _start(self, start: StartReceive) -> None:
+        a, source = start.announce, self._schedule.publisher
+        self._buckets = 0
+        if start.slot is not None:
+            self._in[start.slot] = a
+        self._mover.run(start.ballot, lambda formation, abandon: self._receive(formation, abandon, start, source))
