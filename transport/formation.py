@@ -288,6 +288,7 @@ def _drop(bag: list[Any], ended: Callable[[], bool]) -> None:
     bag[0].abort()
     while not ended():
         time.sleep(0.05)
+    bag.pop(0)  # the group before the store it calls into
     bag.clear()
 
 

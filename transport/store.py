@@ -96,7 +96,7 @@ class MeshStore(Store):
     """A rank's side: torch's Store over ``request``. Called by torch from the thread that builds the group.
 
     Keep this Python object as long as the group: torch calls into it. ``abandon`` ends every wait early.
-    Waiting calls raise TimeoutError naming the keys that never came.
+    Waiting calls raise TimeoutError naming the keys that never came; RuntimeError when the store is kept no longer.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class MeshStore(Store):
             part = list(keys[start : start + MAX_KEYS_ASKED])
             answer = self._ask(StoreGet(self._kind, self._ballot, self._next(), part), timeout_s)
             if len(answer.values) != len(part):
-                raise ValueError(
+                raise RuntimeError(
                     f"store of {self._kind} formation {self._ballot} answered {len(answer.values)} values "
                     f"for {len(part)} keys"
                 )
@@ -179,7 +179,10 @@ class MeshStore(Store):
     def _ask(self, message: StoreSet | StoreGet, timeout_s: float) -> StoreAnswer:
         if self._abandon.is_set():
             raise TimeoutError(f"store of {self._kind} formation {self._ballot}: abandoned")
-        return self._request(message, timeout_s)
+        try:
+            return self._request(message, timeout_s)
+        except ValueError as e:  # the host is in this process and refused: it no longer keeps this formation
+            raise RuntimeError(str(e)) from e
 
     def _next(self) -> int:
         with self._lock:

@@ -311,12 +311,25 @@ def test_a_closed_formation_refuses_and_a_lone_member_needs_nobody():
         alone.barrier(OP_S)
 
 
-def test_members_that_run_different_things_are_refused_with_both_sides(monkeypatch):
+def test_members_that_run_different_things_are_refused_with_both_sides():
     go = Go("weights", Ballot(1, "a"), MEMBERS[:2])
     shared = torch.distributed.HashStore()
     shared.set(f"weights/1.a/here/{1}", msgspec.json.encode(["10.0.0.9", "gloo", "2.0.1", "", {}]).decode())
     with pytest.raises(FormationBroken, match=rf"torch differs: {torch.__version__.split('+')[0]}.* here .*2\.0\.1 at"):
         Formation.build(go, MEMBERS[0], shared, host="127.0.0.1", timeout_s=5)
+
+
+def test_a_store_that_is_gone_or_silent_breaks_the_build():
+    go = Go("weights", Ballot(5, MEMBERS[0].peer), MEMBERS[:2])
+    gone = local_stores(StoreHost(), go)[0]
+    with pytest.raises(FormationBroken, match=r"formation 5\.0000: rank 0 could not connect .* is not kept here"):
+        Formation.build(go, MEMBERS[0], gone, host="127.0.0.1", timeout_s=1)
+
+    def silent(message: StoreSet | StoreGet, timeout_s: float) -> StoreAnswer:
+        raise TimeoutError("the convener does not answer")
+
+    with pytest.raises(FormationBroken, match="the convener does not answer"):
+        Formation.build(go, MEMBERS[0], MeshStore(go.kind, go.ballot, silent, 1), host="127.0.0.1", timeout_s=1)
 
 
 def test_a_wrong_address_and_a_foreign_member_are_refused():
