@@ -11,5 +11,9 @@ class Requeue(RuntimeError):
     """The peer cannot go on for want of others; what could be saved is saved. Exit code 75."""
 
 
+class Slept(RuntimeError):
+    """This process was stopped for longer than the others take to call it dead: it must start again as a new peer."""
+
+
 class Stopped(Exception):
     """The user (or the scheduler) asked the peer to stop. Exit code 130."""

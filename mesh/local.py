@@ -78,10 +78,9 @@ def up(
         config.trainer.threads = config.trainer.threads or threads
         config.rollout.threads = config.rollout.threads or threads
         directory.write_config(config)
-        logs.setup("mesh-up", directory.logs / "mesh-up.log", stderr=False)
-        node = Node(
-            role="observer", config=config, run=directory, name=f"view@{socket.gethostname()}", launch=launch.detect()
-        )
+        log = logs.setup("mesh-up", directory.logs / "mesh-up.log", stderr=False)
+        name = f"view@{socket.gethostname()}"
+        node = Node(role="observer", config=config, run=directory, name=name, launch=launch.detect(), log=log)
         local = Local(node, console, rollouts, resume, kill_rollout_at, add_rollout_at, plain)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)

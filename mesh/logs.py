@@ -4,6 +4,8 @@ import logging
 import sys
 from pathlib import Path
 
+ROOMS = ("mesh", "transport", "roles")
+
 
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
@@ -13,17 +15,18 @@ class _OneLine(logging.Formatter):
 
 
 def setup(name: str, file: Path, *, stderr: bool = True) -> logging.Logger:
-    """The logger ``mesh``: records of at least INFO on stderr in one line, everything in ``file``."""
-    log = logging.getLogger("mesh")
-    log.setLevel(logging.DEBUG)
-    log.propagate = False
-    log.handlers.clear()
+    """The logger ``mesh``, and those of the other rooms: records of at least INFO on stderr in one line, everything in ``file``."""
     kept = logging.FileHandler(file, delay=False)
     kept.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
-    log.addHandler(kept)
+    handlers: list[logging.Handler] = [kept]
     if stderr:
         shown = logging.StreamHandler(sys.stderr)
         shown.setLevel(logging.INFO)
         shown.setFormatter(_OneLine(f"%(asctime)s {name} %(levelname).1s %(message)s", "%H:%M:%S"))
-        log.addHandler(shown)
-    return log
+        handlers.append(shown)
+    for room in ROOMS:
+        log = logging.getLogger(room)
+        log.setLevel(logging.DEBUG)
+        log.propagate = False
+        log.handlers[:] = handlers
+    return logging.getLogger("mesh")

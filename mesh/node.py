@@ -1,6 +1,8 @@
 """One peer in the foreground: what ``mesh-node`` and ``python -m mesh.node`` run."""
 
+import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -57,6 +59,7 @@ class Node:
     run: RunDir
     name: str
     launch: launch.Launch
+    log: logging.Logger
     resume: bool = False
     stop: Stop = field(default_factory=Stop)
 
@@ -74,15 +77,14 @@ class Node:
             run=secret.run_id(key, self.config.run.name),
             keys=secret.keys(key),
             rendezvous=meeting,
-            address=launch.advertised_address(meeting, self.config.mesh.address),
+            address=launch.advertised_address(meeting, self.config.mesh.address, self.launch),
             agreed=settings.agreed_digests(self.config) if self.role != "observer" else {},
         )
 
     def join(self, peer: Any) -> None:
         """Start the peer and wait until the mesh has answered, or go on as its first."""
         peer.start()
-        seeds = [a for a in peer.seeds() if a != peer.address]
-        peer.join(self.config.mesh.join_timeout_s, needed=bool(seeds) and self.config.mesh.rendezvous[:6] == "tcp://")
+        peer.join(self.config.mesh.join_timeout_s)
 
 
 def run_node(
@@ -104,13 +106,13 @@ def run_node(
             config.mesh.rendezvous = rendezvous_url
         directory = RunDir.make(run or Path("runs") / config.run.name)
         here = launch.detect()
-        name = name or f"{role}-{here.rank if here.kind != 'alone' else secrets_suffix()}@{socket.gethostname()}"
+        name = name or f"{role}-{here.rank if here.kind != 'alone' else secrets.token_hex(2)}@{socket.gethostname()}"
         log_file = directory.logs / f"{name}.log"
         log = logs.setup(name, log_file)
         where = f" (traceback in {log_file})"
         for warning in here.warnings:
             log.warning(warning)
-        node = Node(role=role, config=config, run=directory, name=name, launch=here, resume=resume)
+        node = Node(role=role, config=config, run=directory, name=name, launch=here, log=log, resume=resume)
         node.stop.install()
         main = _main_of(role)
     except ValueError as e:
@@ -124,6 +126,10 @@ def run_node(
     except exits.Requeue as e:
         log.error("%s", e)
         return exits.TRY_AGAIN
+    except exits.Slept as e:
+        log.warning("%s: starting again as a new peer", e)
+        again = ["--resume"] if role == "trainer" and not resume else []
+        os.execv(sys.executable, [sys.executable, "-m", "mesh.node", *sys.argv[1:], *again])
     except ValueError as e:
         log.debug("failed", exc_info=True)
         log.error("error: %s", e)
@@ -132,12 +138,6 @@ def run_node(
         log.debug("failed", exc_info=True)
         log.error("error: %s: %s%s", type(e).__name__, e, where)
         return exits.FAILURE
-
-
-def secrets_suffix() -> str:
-    import secrets
-
-    return secrets.token_hex(2)
 
 
 def _main_of(role: Role) -> Callable[[Node], int]:

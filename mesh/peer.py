@@ -1,8 +1,8 @@
 """One process of the mesh: its endpoint, its view of who is alive, its part in formations.
 
 One thread, the *loop*, owns the sockets and every pure machine: it receives, hands each message to the machine or
-handler it is for, ticks the machines and executes their effects in order. Work (sampling, training, collectives) runs on
-other threads and reaches the loop through ``post`` and ``call``, so the peer answers pings while torch computes.
+handler it is for, ticks the machines and executes their effects in order. Work (sampling, training, collectives) runs
+on other threads and reaches the loop through ``post`` and ``call``: the peer answers pings while torch computes.
 """
 
 import collections
@@ -14,16 +14,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from transport.endpoint import Endpoint
-from transport.store import StoreHost
-
 from mesh import convening as conv
 from mesh import membership as swim
 from mesh.config import Config
 from mesh.effects import Note, Send
+from mesh.exits import Slept
 from mesh.identity import PeerCard, PeerId, Role, new_peer_id
-from mesh.rendezvous import Rendezvous
+from mesh.rendezvous import Rendezvous, Seeds
 from mesh.secret import Keys
+from transport.endpoint import Endpoint
 from transport.messages import (
     Accept,
     Ack,
@@ -47,6 +46,7 @@ from transport.messages import (
     Sync,
     Welcome,
 )
+from transport.store import StoreHost
 
 T = TypeVar("T")
 
@@ -54,6 +54,9 @@ TICK_S = 0.05
 """How often the machines look at the clock; a small part of the shortest timeout among the presets."""
 
 MEMBERSHIP = (Hello, Welcome, Refused, Ping, Ack, PingReq, Nack, Sync, NotMe)
+CARDS_ANSWER_S = 1.5
+"""How long a starting peer waits for the owners of cards in a directory; the living answer within milliseconds."""
+
 CONVENING = (Invite, Accept, Decline, Go)
 KINDS: tuple[Kind, ...] = ("weights", "gradients")
 
@@ -83,9 +86,11 @@ class Peer:
         self.look: Callable[[], Status] | None = None
         self.refused = ""
         self.longest_gap_s = 0.0
+        self.slept_s = 0.0
         self._rendezvous = rendezvous
         self._endpoint = Endpoint(run=run, me=self.id, keys=keys, host=address, port=config.mesh.port)
-        self._run = run
+        self.run = run
+        self.ip = address
         card = PeerCard(
             id=self.id,
             name=name,
@@ -131,7 +136,7 @@ class Peer:
     def start(self) -> None:
         """Publish the card, contact the rendezvous, start the loop. Raises ValueError when the rendezvous cannot be
         used (no permission, a name that does not resolve)."""
-        self._rendezvous.publish(self.card, self._run)
+        self._rendezvous.publish(self.card, self.run)
         addresses = [a for a in self._rendezvous.addresses() if a != self.address]
         self._run_effects(self.membership.contact(addresses, time.monotonic()))
         self.every(1.0 if self._alone() else 5.0, self._seek)
@@ -148,22 +153,25 @@ class Peer:
         if found:
             self._run_effects(self.membership.contact(found, time.monotonic()))
 
-    def join(self, timeout_s: float, *, needed: bool) -> None:
-        """Wait until somebody of the mesh has answered. ``needed``: raise when nobody did (the rendezvous names
-        addresses that must answer); otherwise a lone first peer goes on.
+    def join(self, timeout_s: float) -> None:
+        """Wait until somebody of the mesh has answered. Addresses that a user named must answer; where none are, or
+        only cards that may be old, a lone first peer goes on after a moment.
 
         Raises ValueError naming the address, what was seen there, and what to change."""
-        deadline = time.monotonic() + timeout_s
+        seeds = [a for a in self._rendezvous.addresses() if a != self.address]
+        if not seeds:
+            return
+        needed = isinstance(self._rendezvous, Seeds)
+        deadline = time.monotonic() + (timeout_s if needed else min(timeout_s, CARDS_ANSWER_S))
         while time.monotonic() < deadline:
             if self.refused:
                 raise ValueError(self.refused)
             if not self._alone():
                 return
-            if not needed:
-                return
-            self._check()
+            self.check()
             time.sleep(0.02)
-        seeds = [a for a in self._rendezvous.addresses() if a != self.address]
+        if not needed:
+            return
         seen = "; ".join(self.call(lambda a=a: self._endpoint.diagnose(a), 20.0) for a in seeds[:3])
         raise ValueError(f"no peer of this run answered within {timeout_s:.0f} s: {seen}")
 
@@ -179,7 +187,10 @@ class Peer:
         self._rendezvous.withdraw()
         self._endpoint.close()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises when the loop has ended or this peer slept: what it remembers no longer holds."""
+        if self.slept_s:
+            raise Slept(f"this process did not run for {self.slept_s:.0f} s and the others may hold it dead")
         if self._dead is not None:
             raise RuntimeError(f"the loop of {self.name} ended: {self._dead!r}") from self._dead
 
@@ -210,7 +221,7 @@ class Peer:
     def call(self, fn: Callable[[], T], timeout_s: float = 10.0) -> T:
         if threading.current_thread() is self._thread:
             return fn()
-        self._check()
+        self.check()
         future: Future[T] = Future()
 
         def run() -> None:
@@ -223,7 +234,7 @@ class Peer:
         try:
             return future.result(timeout_s)
         except TimeoutError:
-            self._check()
+            self.check()
             raise TimeoutError(f"the loop of {self.name} did not answer within {timeout_s:.0f} s") from None
 
     def send(self, to: PeerId, message: Message, *, bulk: bool = False) -> bool:
@@ -339,6 +350,8 @@ class Peer:
                     self._departed(card, dead, reason)
                 case swim.Refusal(address, reason):
                     self.refused = f"refused by the peer at {address}: {reason}"
+                case swim.Asleep(gap_s):
+                    self.slept_s = gap_s
                 case conv.Form(go):
                     if go.ballot.convener == self.id:
                         self.stores.open(go.kind, go.ballot)

@@ -51,8 +51,10 @@ def line(seen: Seen) -> str:
     if not f:
         return f"{peers} peers, starting"
     return (
-        f"step {f['step']:.0f}/{seen.steps}  accuracy {_share(f.get('accuracy'))}  reward {_share(f.get('reward'))}  "
-        f"lag {f.get('lag_mean', 0):.1f}  superseded {f.get('superseded', 0):.0f}  masked {_share(f.get('masked_share'))}  "
+        f"step {f['step']:.0f}/{seen.steps}  accuracy {_share(f.get('accuracy'))}  "
+        f"reward {_share(f.get('reward'))}  "
+        f"lag {f.get('lag_mean', 0):.1f}  superseded {f.get('superseded', 0):.0f}  "
+        f"masked {_share(f.get('masked_share'))}  "
         f"{f.get('tokens_per_s', 0):.0f} tok/s  waiting {_share(f.get('wait_share'))}  {peers} peers"
     )
 

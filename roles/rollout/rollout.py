@@ -1,0 +1,364 @@
+"""A rollout: credits come in, groups of scored completions go out.
+
+For each credit, in order: wait until the engine holds a proved version that the credit admits; sample its completions;
+score them; deliver the group. Many credits are under way at once, each a task of one asyncio loop on the main thread.
+The engine samples on a thread of its own and takes over new weights between two tokens; the peer's loop answers pings,
+asks trainers for credits and sends groups (``transport/delivery.py``).
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from mesh.exits import FINISHED, Requeue
+from mesh.identity import PeerCard, PeerId
+from mesh.node import Node
+from mesh.version import Version
+from roles.formations import group_builder
+from roles.metrics import MetricsWriter, process_figures
+from roles.rollout.engines import load_engine
+from roles.rollout.engines.base import Engine, EngineDead, RequestFailed
+from roles.rollout.rewards import RewardPool
+from roles.rollout.tasks import load_task
+from roles.rollout.tasks.base import Prompt, Sampler, Task, Transcript
+from transport.delivery import Abort, RolloutDelivery, RunOver, Start
+from transport.evaluation import PASSED
+from transport.messages import Answer, Completion, Credit, CreditId, Group, Status
+from transport.weights.proof import Proof, Prover
+from transport.weights.receiver import Arrived, Receiver
+
+WAIT_STEP_S = 0.5
+FIGURES_S = 5.0
+PASSED_S = 3.0  # a version that newer ones have replaced and that has not come in this time was skipped
+
+
+class Rollout:
+    """The work of one rollout peer. Everything but the handlers marked *loop* runs on the asyncio loop."""
+
+    def __init__(self, node: Node, peer: Any, engine: Engine, receiver: Receiver, task: Task, tokenizer: Any):
+        self.node, self.peer, self.config = node, peer, node.config
+        self.engine, self.receiver, self.task, self.tokenizer = engine, receiver, task, tokenizer
+        self.delivery = RolloutDelivery(self.config.rollout.groups_in_flight)
+        self.rewards = RewardPool(self.config.task, self.config.rollout)
+        self.metrics = MetricsWriter(node.run.path, node.name, tensorboard=False)
+        self.tasks: dict[tuple[PeerId, CreditId], asyncio.Task] = {}
+        self.pins: dict[Version, int] = {}
+        self.over = ""
+        self.failure: BaseException | None = None
+        self.proof: Proof | None = None
+        self.started = time.monotonic()
+        self.rate = 0.0
+        self._measured = (time.monotonic(), 0)
+        peer.on(Answer, self._answer)
+        peer.on_members(self._members)
+        peer.on_departed(self._departed)
+        peer.every(0.05, lambda: self._do(self.delivery.tick(time.monotonic())))
+        peer.look = self.status
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # On the peer's loop
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _answer(self, trainer: PeerId, answer: Answer) -> None:
+        self._do(self.delivery.receive(trainer, answer, time.monotonic()))
+
+    def _members(self) -> None:
+        trainers = [card.id for card in self.peer.live("trainer")]
+        self._do(self.delivery.trainers(trainers, time.monotonic()))
+
+    def _departed(self, card: PeerCard, dead: bool, reason: str) -> None:
+        if card.role == "trainer" and not dead and reason == "finished":
+            self.over = f"{card.name} finished the run"
+
+    def _do(self, effects: list[Any]) -> None:
+        """Execute in order; what starts together is handed over together, so that it is sampled in one batch."""
+        starts = []
+        for effect in effects:
+            match effect:
+                case Start(trainer, credit):
+                    starts.append((trainer, credit))
+                case Abort(trainer, credit):
+                    self._aio.call_soon_threadsafe(self._abort, trainer, credit)
+                case RunOver(trainer):
+                    self.over = "the run is over"
+                case _:
+                    self.peer.send(effect.to, effect.message, bulk=effect.bulk)
+        if starts:
+            self._aio.call_soon_threadsafe(self._start, starts)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # On the asyncio loop
+    # ------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Until the run is over, or nothing can be done for want of a trainer. Returns the exit code."""
+        self._aio = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self.node.stop.on_stop(lambda: self._aio.call_soon_threadsafe(self._changed.set))
+        await self.rewards.start()
+        prover = Prover(probe_floor(self.config))
+        self.engine.start(_Source(self), prover)
+        self.node.join(self.peer)
+        try:
+            await self._watch()
+        finally:
+            for task in self.tasks.values():
+                task.cancel()
+            await self.rewards.close()
+            self.metrics.close()
+        self.peer.note(f"leaving: {self.over}")
+        return FINISHED
+
+    async def _watch(self) -> None:
+        alone_since = time.monotonic()
+        next_figures = time.monotonic() + FIGURES_S
+        while not self.over:
+            self.node.stop.check()
+            self.peer.check()
+            if self.failure is not None:
+                raise self.failure
+            if self.engine.failure is not None:
+                raise EngineDead(f"the engine ended: {self.engine.failure}") from self.engine.failure
+            now = time.monotonic()
+            if self.peer.live("trainer"):
+                alone_since = now
+            elif now - alone_since > self.config.mesh.trainer_timeout_s:
+                raise Requeue(
+                    f"no trainer in the mesh for {now - alone_since:.0f} s (mesh.trainer_timeout_s); "
+                    f"start one with --role trainer --run {self.node.run.path}"
+                )
+            if now >= next_figures:
+                next_figures = now + FIGURES_S
+                self.metrics.row(self._step(), self._figures())
+            await self._until_changed()
+
+    async def _until_changed(self) -> None:
+        """Wait for a new version, or a little: who waits looks again at what it waits for."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), WAIT_STEP_S)
+        except TimeoutError:
+            return
+
+    def version_changed(self) -> None:
+        """From the engine's thread: whoever waits for a version looks again, all in one turn of the loop."""
+        self._aio.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _start(self, starts: list[tuple[PeerId, Credit]]) -> None:
+        for trainer, credit in starts:
+            if credit.evaluation:
+                self._pin(credit.min_version)
+            task = self._aio.create_task(self._work(trainer, credit), name=f"credit {credit.id}")
+            self.tasks[trainer, credit.id] = task
+
+    def _abort(self, trainer: PeerId, credit: CreditId) -> None:
+        task = self.tasks.get((trainer, credit))
+        if task is not None:
+            task.cancel()
+
+    def _pin(self, version: Version) -> None:
+        """While evaluation credits of a version are here it must not be skipped for a newer one."""
+        self.pins[version] = self.pins.get(version, 0) + 1
+        self.receiver.pin(min(self.pins))
+
+    def _unpin(self, version: Version) -> None:
+        self.pins[version] -= 1
+        if not self.pins[version]:
+            del self.pins[version]
+        self.receiver.pin(min(self.pins) if self.pins else None)
+
+    async def _work(self, trainer: PeerId, credit: Credit) -> None:
+        """One credit, from its order to its delivery. A failure is the credit's, not the peer's."""
+        d = self.delivery
+        try:
+            group = await self._group(trainer, credit)
+        except (RequestFailed, ValueError) as e:
+            self.peer.log.warning("credit %s of %s: %s", credit.id, trainer, e)
+            why = str(e)
+            self.peer.post(lambda: self._do(d.failed(trainer, credit.id, why, time.monotonic())))
+        except EngineDead:
+            self.peer.post(lambda: d.returned(trainer, credit.id, "engine dead"))
+        except Exception as e:  # a task's or a bug's: one credit fails, with its traceback in the log
+            self.peer.log.error("credit %s of %s failed: %r", credit.id, trainer, e)
+            self.peer.log.debug("traceback", exc_info=True)
+            why = f"{type(e).__name__}: {e}"[:1000]
+            self.peer.post(lambda: self._do(d.failed(trainer, credit.id, why, time.monotonic())))
+        else:
+            self.peer.post(lambda: self._do(d.finished(trainer, credit.id, group, time.monotonic())))
+        finally:
+            self.tasks.pop((trainer, credit.id), None)
+            if credit.evaluation:
+                self._unpin(credit.min_version)
+
+    async def _group(self, trainer: PeerId, credit: Credit) -> Group:
+        prompts = self.task.heldout if credit.evaluation else self.task.train
+        if credit.prompt >= len(prompts):
+            raise ValueError(f"prompt {credit.prompt} is not among the {len(prompts)} of this rollout's data")
+        prompt = prompts[credit.prompt]
+        begun = await self._admitted(trainer, credit)
+        self.peer.post(lambda: self.delivery.started(trainer, credit.id, begun))
+        start = time.time()
+        sampled = await asyncio.gather(
+            *(self._completion(prompt, credit, i) for i in range(credit.size)), return_exceptions=True
+        )
+        stop = time.time()
+        whole = [s for s in sampled if not isinstance(s, BaseException)]
+        broken = [s for s in sampled if isinstance(s, BaseException)]
+        if len(whole) < min(2, credit.size):
+            raise broken[0]
+        completions, reasons = await self._scored(prompt, whole)
+        for error in broken:
+            reasons[type(error).__name__] = reasons.get(type(error).__name__, 0) + 1
+        versions = [span.version for c in completions for s in c.segments for span in s.spans]
+        return Group(
+            completions=completions,
+            started=min(versions, default=begun),
+            generate_start=start,
+            generate_stop=stop,
+            failures=reasons,
+        )
+
+    async def _admitted(self, trainer: PeerId, credit: Credit) -> Version:
+        """The engine's version, once it is one that the credit admits."""
+        began = time.monotonic()
+        while True:
+            version = self.engine.version
+            if version is not None:
+                current, lineage = self.delivery.standing(trainer)
+                if credit.evaluation:
+                    if version == credit.min_version:
+                        return version
+                    if version > credit.min_version:
+                        raise RequestFailed(PASSED)
+                    if time.monotonic() - began > PASSED_S and (current or version) > credit.min_version:
+                        raise RequestFailed(PASSED)
+                elif lineage.holds(version) and version.number >= credit.min_version.number:
+                    return version
+            await self._until_changed()
+
+    async def _completion(self, prompt: Prompt, credit: Credit, index: int) -> Transcript:
+        """Completion ``index`` of the group: the task's rollout, which may take several turns."""
+        settings = self.config.rollout
+        sampler = Sampler(
+            self.engine,
+            self.tokenizer,
+            seed=credit.seed,
+            index=index,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=self.config.evaluation.temperature if credit.evaluation else settings.temperature,
+            pinned=credit.min_version if credit.evaluation else None,
+        )
+        return await self.task.rollout(prompt, sampler)
+
+    async def _scored(self, prompt: Prompt, transcripts: list[Transcript]) -> tuple[list[Completion], dict[str, int]]:
+        scored = await self.rewards.score(prompt, [t.text() for t in transcripts])
+        reasons: dict[str, int] = {}
+        completions = []
+        for transcript, score in zip(transcripts, scored, strict=True):
+            if score.reward is None:
+                reasons[score.reason] = reasons.get(score.reason, 0) + 1
+            completions.append(
+                Completion(segments=transcript.segments, reward=score.reward, finish=transcript.finish, metrics={})
+            )
+        return completions, reasons
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What others see
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _figures(self) -> dict[str, float]:
+        proof = self.proof
+        return {
+            "wall_s": time.monotonic() - self.started,
+            "tokens_per_s": self._rate(),
+            "version": float(self._step()),
+            **{f"engine/{k}": v for k, v in self.engine.figures.as_dict().items()},
+            **{f"groups/{k}": float(v) for k, v in self.delivery.counts.items()},
+            **{f"rewards/{k}": float(v) for k, v in self.rewards.counts.items()},
+            **(
+                {"probe/difference": proof.difference, "probe/floor": proof.floor, "probe/power": proof.power}
+                if proof
+                else {}
+            ),
+            **process_figures(),
+            "longest_gap_s": self.peer.longest_gap_s,
+        }
+
+    def _step(self) -> int:
+        version = self.engine.version
+        return version.number if version else -1
+
+    def _rate(self) -> float:
+        """Sampled tokens per second since the last call that lies a second back."""
+        now, tokens = time.monotonic(), self.engine.figures.tokens
+        since, before = self._measured
+        if now - since >= 1.0:
+            self.rate = (tokens - before) / (now - since)
+            self._measured = (now, tokens)
+        return self.rate
+
+    def status(self) -> Status:
+        """*loop*: for an observer."""
+        proof = self.proof
+        figures = {"tokens_per_s": self._rate(), "groups": float(self.delivery.held)}
+        if proof is not None:
+            figures["probe_difference"] = proof.difference
+        return Status(
+            seq=0,
+            state=self._state(),
+            version=self.engine.version,
+            figures=figures,
+            texts={},
+            events=list(self.peer.events)[-5:],
+        )
+
+    def _state(self) -> str:
+        if self.engine.state == "unproven":
+            return "unproven weights"
+        if self.engine.version is None:
+            return "waiting for weights"
+        return "sampling" if self.engine.figures.running else "waiting for credit"
+
+
+class _Source:
+    """The receiver as the engine's source of weights, telling the rollout when the engine's version has changed."""
+
+    def __init__(self, rollout: Rollout):
+        self._rollout = rollout
+        self.offered = rollout.receiver.offered  # looked at between any two tokens
+
+    def took(self, arrived: Arrived, proof: Proof) -> None:
+        self._rollout.receiver.took(arrived, proof)
+        self._rollout.proof = proof
+        self._rollout.version_changed()
+
+    def refused(self, arrived: Arrived, reason: Proof | str) -> None:
+        self._rollout.receiver.refused(arrived, reason)
+        text = reason if isinstance(reason, str) else reason.reason
+        self._rollout.peer.note(f"{arrived.version} refused: {text}", "error")
+        self._rollout.version_changed()
+
+
+def probe_floor(config: Any) -> float:
+    """The probe's floor, mean absolute nat: what two honest float32 implementations differ by, or two bfloat16 ones."""
+    if config.weights.probe_floor > 0:
+        return config.weights.probe_floor
+    narrow = "bfloat16" in (config.model.dtype, config.weights.wire_dtype, config.rollout.dtype)
+    return 0.1 if narrow else 1e-3
+
+
+def main(node: Node) -> int:
+    """Load what is slow, then join, then work."""
+    task = load_task(node.config.task)
+    engine, tokenizer = load_engine(node.config)
+    peer = node.peer()
+    receiver = Receiver(peer, node.config.weights, group_builder(peer), engine_build=engine.build)
+    try:
+        return asyncio.run(Rollout(node, peer, engine, receiver, task, tokenizer).run())
+    finally:
+        engine.close()
+        receiver.close()
+        peer.leave("finished" if not node.stop.is_set() else "stopped")
