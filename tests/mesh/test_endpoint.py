@@ -336,6 +336,17 @@ def test_an_address_that_cannot_be_bound_is_named(make: Make, host: str, says: s
         make(A, host=host)
 
 
+def test_who_made_it_may_send_before_the_receiving_thread_starts_and_close_after(make: Make) -> None:
+    a, b = make(A), make(B)
+    assert a.send(b.address, B, Look(1))
+    received: list[Envelope] = []
+    thread = threading.Thread(target=lambda: received.extend(until(lambda: b.counters["received"] == 1, b, a)))
+    thread.start()
+    thread.join(20)
+    assert [e.body for e in received] == [Look(1)]
+    a.close()
+
+
 def test_a_second_thread_is_refused(make: Make) -> None:
     a = make(A)
     a.receive(0)
