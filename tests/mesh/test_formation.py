@@ -85,7 +85,9 @@ def member_process(pipe, port: int) -> None:
     while True:
         command, *args = pipe.recv()
         try:
-            if command == "build":
+            if command == "ready?":
+                pipe.send(("ready",))
+            elif command == "build":
                 go, me, timeout_s = args
                 formation = Formation.build(
                     go, me, MeshStore(go.kind, go.ballot, request, timeout_s), host="127.0.0.1", timeout_s=timeout_s
@@ -154,6 +156,9 @@ def processes(pool: list[Process], store_port: int) -> list[Process]:
     for i, process in enumerate(pool):
         if not process.process.is_alive():
             pool[i] = Process(store_port)
+    for process in pool:  # a new one takes its time to start
+        process.tell("ready?")
+    assert [process.answer() for process in pool] == [("ready",)] * len(pool)
     return pool
 
 
@@ -213,11 +218,11 @@ def test_a_member_lost_in_the_middle_breaks_the_formation_by_name_and_the_others
 def test_a_member_that_never_comes_is_named(processes):
     go = new_go(MEMBERS)
     for process, member in zip(processes[:3], MEMBERS[:3], strict=True):
-        process.tell("build", go, member, 0.3)
+        process.tell("build", go, member, 1.5)
     for process in processes[:3]:
         kind, text = process.answer()
         assert kind == "broken"
-        assert f"formation {go.ballot}: not there after 0.3 s: peer {MEMBERS[3].peer}" in text
+        assert f"formation {go.ballot}: not there after 1.5 s: peer {MEMBERS[3].peer}" in text
         assert MEMBERS[0].peer not in text
 
 
