@@ -1,18 +1,17 @@
 """Who is alive, as this peer sees it: SWIM with Lifeguard.
 
-Theory of operation. Every period a peer pings the next peer of a shuffled round. On silence it asks three others to
-ping that peer too (``PingReq``; a helper that hears nothing says ``Nack``), and when the period ends without an ``Ack``
-it accuses: the peer is suspect, still a member, and is told so again and again. It refutes with a higher incarnation, or is dead
-when the suspicion has run out. ``mesh.roster`` holds these beliefs and the rules by which news changes them. News rides
-on pings and acks and, while there is any, goes to three random peers a few times a second; now and then two peers
-exchange all they know. What a peer sends each second does not grow with the mesh, full exchanges excepted.
+Theory of operation. Three machines share the work. ``mesh.prober`` pings one peer after the other, with the help of
+others, and accuses the silent. ``mesh.roster`` holds what is believed of each peer, and the rules by which news changes
+it: an accused peer is suspect, refutes with a higher incarnation, or is dead when the suspicion has run out. This file
+brings them together and carries news: it rides on pings and acks and, while there is any, goes to three random peers a
+few times a second; now and then two peers exchange all they know. What a peer sends each second does not grow with the
+mesh, full exchanges excepted.
 
-Lifeguard (Dadgar, Phillips and Currey 2018, arXiv:1707.00788) guards against accusers that are slow themselves: a peer
-whose helpers said no Nack either, who had to refute, or whose own clock ran late, probes more slowly (*awareness*), and
-a suspicion lasts longer until others confirm it. Time in which this peer itself did not run counts against nobody.
+SWIM is Das, Gupta and Motivala 2002; Lifeguard, which guards against accusers that are slow themselves, is Dadgar,
+Phillips and Currey 2018 (arXiv:1707.00788). What is added:
 
-What is added to the textbook:
-
+* Time in which this peer itself did not run counts against nobody; after a gap as long as the detection time it is
+  ``Asleep``: the others hold it dead.
 * The dead are pinged now and then, and told that they are held dead; so are the seeds (by ``Hello``). Who hears that
   somebody he holds dead is alive asks that peer itself. So healed halves become one.
 * A card may announce ``busy_for_s``: until then silence accuses nobody.
@@ -20,8 +19,8 @@ What is added to the textbook:
 * Settings that a run must have alike are compared at first contact; a misfit is refused, and told what differs.
 
 No sockets, clocks or randomness but what is handed in. ``contact``, ``receive``, ``tick``, ``update`` and ``leave``
-return what is to be done, in order. After ``Asleep`` or ``leave`` there is silence for ever: a driver that goes on takes
-a new id and a new Membership.
+return what is to be done, in order. After ``Asleep`` or ``leave`` there is silence for ever: a driver that goes on
+takes a new id and a new Membership.
 """
 
 import math
@@ -35,7 +34,8 @@ from msgspec.structs import replace
 from mesh.effects import Note, Send
 from mesh.identity import PeerCard, PeerId
 from mesh.presets import LAN, LOCAL, PRESETS, WAN, Preset
-from mesh.roster import MAX_BUSY_S, Changed, Departed, Joined, Record, Roster, Suspected, objection
+from mesh.prober import Prober
+from mesh.roster import MAX_BUSY_S, Changed, Departed, Joined, Roster, Suspected, objection
 from transport.messages import Ack, Hello, Liveness, Message, Nack, News, NotMe, Ping, PingReq, Refused, Sync, Welcome
 
 __all__ = [
@@ -43,13 +43,10 @@ __all__ = [
     "Preset", "Refusal", "Suspected",
 ]  # fmt: skip
 
-HELPERS = 3  # asked to ping a silent peer: one good path among three is likely even at 30% loss
 FANOUT = 3  # random peers that get fresh news at once: all of a thousand within about seven rounds
 SHOUT = 16  # peers told directly of an own change or goodbye; the rest hear it from them
-AWARENESS_MAX = 3  # a slow peer probes at most four times slower: it must still notice the dead
 ASKS = 4  # doubted dead asked in one round of news
 MAX_SEEDS = 1024
-MAX_RELAYS = 256  # pings made for others, waiting for an answer
 CHUNK = 500  # members in one Sync or Welcome, about 200 KiB: a frame holds 1 MiB
 CONTACT_S, CONTACT_MAX_S = 0.25, 5.0  # a lone peer repeats its Hello, at first fast, for ever
 SEED_REST = 10  # times ``reach_s`` that a seed which answered is left alone
@@ -78,26 +75,6 @@ class Asleep:
 Effect = Send | Note | Joined | Changed | Suspected | Departed | Refusal | Contacted | Asleep
 
 
-@dataclass
-class _Probe:
-    seq: int
-    target: PeerId
-    incarnation: int
-    ask_at: float
-    fail_at: float
-    helpers: Sequence[PeerId] | None = None
-    nacks: int = 0
-
-
-@dataclass
-class _Relay:
-    requester: PeerId
-    seq: int
-    target: PeerId
-    nack_at: float
-    nacked: bool = False
-
-
 class Membership:
     """One peer's view of the mesh. Times are seconds of one monotonic clock, best one that goes on while the machine
     is suspended (CLOCK_BOOTTIME)."""
@@ -107,6 +84,7 @@ class Membership:
         self.preset = preset
         self.over = False
         self.roster = Roster(card, preset, incarnation)
+        self.prober = Prober(self.roster, preset, rng, now, self._send)
         self._rng = rng
         self._now = now
         self._effects: list[Effect] = []
@@ -114,13 +92,6 @@ class Membership:
         self._asked_seed = ""
         self._contacted = False
         self._contact_wait = CONTACT_S
-        self._round: list[PeerId] = []
-        self._probe: _Probe | None = None
-        self._relays: dict[int, _Relay] = {}
-        self._awareness = 0
-        self._last_seq = 0
-        self._next_probe = now + rng.random() * preset.period_s
-        self._next_telling = now
         self._next_gossip = now
         self._next_sync = now + (0.5 + rng.random()) * preset.sync_s
         self._next_reach = now + (0.5 + rng.random()) * preset.reach_s
@@ -163,7 +134,8 @@ class Membership:
         return record.reason if record else ""
 
     def asleep(self, now: float) -> bool:
-        """Whether this peer did not run for so long that others may hold it dead. Look before acting on what it knows."""
+        """Whether this peer did not run for so long that others may hold it dead, or is over: look before acting on what
+        it remembers."""
         busy_s = max(0.0, self.roster.busy_until - self._now)
         return self.over or now - self._now > busy_s + self.preset.detection_s(self.roster.size)
 
@@ -200,9 +172,7 @@ class Membership:
         self._advance(now)
         if not self.over:
             self.roster.judge(now)
-            self._step_probe()
-            self._step_accused()
-            self._step_relays()
+            self.prober.tick(now)
             self._step_gossip()
             self._step_sync()
             self._step_reach()
@@ -249,14 +219,13 @@ class Membership:
                 self._send(sender, Ack(message.seq, self._news(sender)), reply)
             case Ack():
                 self._hear(message.news, sender)
-                self._receive_ack(sender, message.seq)
+                self.prober.receive_ack(sender, message.seq, self._now)
             case PingReq():
                 self._hear(message.news, sender)
-                self._help(sender, message.seq, message.target, reply)
+                self.prober.receive_request(sender, message.seq, message.target, reply, self._now)
             case Nack():
                 self._hear(message.news, sender)
-                if self._probe and message.seq == self._probe.seq and sender in (self._probe.helpers or ()):
-                    self._probe.nacks += 1
+                self.prober.receive_nack(sender, message.seq)
             case Sync():
                 self._hear(message.members, sender)
                 if not message.reply:
@@ -290,30 +259,10 @@ class Membership:
                     self._effects.append(Send(sender, Refused(reason), piece.card.address))
         self._notice()
         if self.incarnation > incarnation:  # it refuted: who had to be told so is slow itself, or badly connected
-            self._aware(+1)
+            self.prober.slower(+1)
             self._send(sender, Sync([self.roster.own(self._now)], reply=True))
         if was_dead and sender in self.roster.living:
             self._send_everybody(sender, "", Sync, ask=True)  # its half may know others whom this one holds dead
-
-    def _receive_ack(self, sender: PeerId, seq: int) -> None:
-        probe, relay = self._probe, self._relays.get(seq)
-        if probe and seq == probe.seq and (sender == probe.target or sender in (probe.helpers or ())):
-            self._probe = None
-            self._aware(-1)
-        elif relay and sender == relay.target:
-            del self._relays[seq]
-            self._send(relay.requester, Ack(relay.seq, self._news(relay.requester)))
-
-    def _help(self, requester: PeerId, seq: int, target: PeerId, reply: str) -> None:
-        if self.roster.record(target) is None:
-            self._send(requester, Nack(seq, self._news(requester)), reply)
-            return
-        wait_s = 0.6 * (self.preset.period_s - self.preset.ack_s)  # the Nack must be back before the period ends
-        number = self._seq()
-        self._relays[number] = _Relay(requester, seq, target, self._now + wait_s)
-        if len(self._relays) > MAX_RELAYS:
-            del self._relays[next(iter(self._relays))]
-        self._send(target, Ping(number, self._news(target)))
 
     # ------------------------------------------------------------------------------------------------------------------
     # Time
@@ -325,67 +274,9 @@ class Membership:
             self.over = True
             self._effects.append(Asleep(gap_s))
         elif gap_s > self.preset.ack_s:
-            self._aware(+1)
+            self.prober.late()
             self.roster.excuse(gap_s)
-            if self._probe:  # the Ack may lie unread: ask again, accuse nobody
-                self._round.append(self._probe.target)
-                self._probe = None
         self._now = max(now, self._now)
-
-    def _step_probe(self) -> None:
-        probe, now = self._probe, self._now
-        if probe and now >= probe.fail_at:
-            self._probe = None
-            self._fail(probe)
-        elif probe and probe.helpers is None and now >= probe.ask_at and not self.roster.is_busy(probe.target, now):
-            probe.helpers = self._pick(HELPERS, but=probe.target)
-            for helper in probe.helpers:
-                self._send(helper, PingReq(probe.seq, probe.target, self._news(helper)))
-        if now < self._next_probe:
-            return
-        slowly = 1 + self._awareness
-        self._next_probe = now + slowly * self.preset.period_s
-        target = self._next_target()
-        if target:
-            peer, seq = target.card.id, self._seq()
-            self._probe = _Probe(seq, peer, target.incarnation, now + slowly * self.preset.ack_s, self._next_probe)
-            self._send(peer, Ping(seq, self._news(peer)))
-
-    def _next_target(self) -> Record | None:
-        if not self._round:
-            self._round = list(self.roster.living)
-            self._rng.shuffle(self._round)
-        while self._round:
-            record = self.roster.living.get(self._round.pop())
-            if record:
-                return record
-        return None
-
-    def _fail(self, probe: _Probe) -> None:
-        record = self.roster.living.get(probe.target)
-        if record is None or self.roster.is_busy(probe.target, self._now):
-            return
-        self._aware(len(probe.helpers) - probe.nacks if probe.helpers else 1)
-        if record.incarnation == probe.incarnation:
-            self.roster.accuse(record, self.id, self._now)
-            self._next_telling = self._now
-
-    def _step_accused(self) -> None:
-        """Tell those whom this peer accuses, until they refute or are dead: one lost message must not kill."""
-        if self._now < self._next_telling:
-            return
-        self._next_telling = self._now + self.preset.ack_s
-        for peer, record in self.roster.living.items():
-            if record.state == "suspect" and self.id in record.accusers:
-                self._send(peer, Ping(self._seq(), self._news(peer)))
-
-    def _step_relays(self) -> None:
-        for number, relay in list(self._relays.items()):
-            if self._now >= relay.nack_at + self.preset.period_s:
-                del self._relays[number]
-            elif self._now >= relay.nack_at and not relay.nacked:
-                relay.nacked = True  # a late Ack is passed on all the same
-                self._send(relay.requester, Nack(relay.seq, self._news(relay.requester)))
 
     def _step_gossip(self) -> None:
         doubts = self.roster.doubts
@@ -393,17 +284,17 @@ class Membership:
             return
         self._next_gossip = self._now + self.preset.gossip_s
         if self.roster.fresh:
-            for peer in self._pick(FANOUT):
+            for peer in self.roster.pick(self._rng, FANOUT):
                 self._send(peer, Sync(self._news(peer), reply=True))
         for peer in self._rng.sample(list(doubts), min(ASKS, len(doubts))):
             del doubts[peer]
-            self._send(peer, Ping(self._seq(), self._news(peer)))
+            self.prober.ping(peer, self._now)
 
     def _step_sync(self) -> None:
         if self._now >= self._next_sync:
             scale = max(1.0, math.log2(self.roster.size / 32) + 1)  # memberlist's: larger meshes exchange less often
             self._next_sync = self._now + self.preset.sync_s * scale
-            for peer in self._pick(1):
+            for peer in self.roster.pick(self._rng, 1):
                 self._send_everybody(peer, "", Sync, ask=True)
 
     def _step_reach(self) -> None:
@@ -420,7 +311,7 @@ class Membership:
             self._hello(self._asked_seed)
         elif dead:
             peer = self._rng.choice(dead)
-            self._send(peer, Ping(self._seq(), self._news(peer)))
+            self.prober.ping(peer, self._now)
 
     def _step_contact(self) -> None:
         if self.roster.living or not self._seeds or self._now < self._next_contact:
@@ -440,7 +331,7 @@ class Membership:
         for effect in self.roster.effects:
             self._effects.append(effect)
             if isinstance(effect, Joined):
-                self._round.insert(self._rng.randrange(len(self._round) + 1), effect.card.id)
+                self.prober.joined(effect.card.id)
                 self._contact_wait = CONTACT_S
                 if not self._contacted:
                     self._contacted = True
@@ -451,17 +342,6 @@ class Membership:
         self._notice()
         effects, self._effects = self._effects, []
         return effects
-
-    def _aware(self, change: int) -> None:
-        self._awareness = min(AWARENESS_MAX, max(0, self._awareness + change))
-
-    def _seq(self) -> int:
-        self._last_seq += 1
-        return self._last_seq
-
-    def _pick(self, count: int, but: PeerId = "") -> list[PeerId]:
-        others = [peer for peer in self.roster.living if peer != but]
-        return self._rng.sample(others, min(count, len(others)))
 
     def _news(self, to: PeerId) -> list[News]:
         return self.roster.news(to, self._now)
@@ -479,7 +359,7 @@ class Membership:
             self._send(to, Welcome(part) if kind is Welcome else Sync(part, not ask or start > 0), address)
 
     def _shout(self, news: News) -> None:
-        for peer in self._pick(SHOUT):
+        for peer in self.roster.pick(self._rng, SHOUT):
             self._send(peer, Sync([news], reply=True))
 
     def _hello(self, address: str) -> None:

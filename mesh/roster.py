@@ -1,7 +1,7 @@
-"""What a peer believes of the others, and how news changes it. Pure; ``mesh.membership`` decides when to ask and accuse.
+"""What a peer believes of the others, and how news changes it. Pure; ``mesh.prober`` decides whom to ask and accuse.
 
-Theory of operation. For every peer there is a record: card, incarnation, state. A higher incarnation overrides, and only
-its owner raises it: to change its card, to say goodbye (*left*), or to refute. At equal incarnations
+Theory of operation. For every peer there is a record: card, incarnation, state. A higher incarnation overrides, and
+only its owner raises it: to change its card, to say goodbye (*left*), or to refute. At equal incarnations
 
 * an accusation, "suspect" or "dead", makes a living peer *suspect* and adds its accuser; when the suspicion has lasted
   ``Preset.suspicion_s`` without a refutation the peer is *dead*. Death is no hearsay: "dead" from another peer counts
@@ -13,7 +13,7 @@ At a lower incarnation an accusation is out of date, and what is known is told a
 hour and at most ``MAX_DEAD``, since only who remembers a death can ask for its refutation, and so halves that lost each
 other meet again.
 
-News spreads as SWIM's does: what is fresh rides on messages, about ``4 log10(n)`` times, at most ``NEWS`` pieces each,
+News spreads as SWIM's does: what is fresh rides on messages, about ``6 log10(n)`` times, at most ``NEWS`` pieces each,
 joins and deaths before changed cards. What a piece says is read from its record when it is sent. Every message opens
 with its sender's own card and tells its receiver what is held against it.
 
@@ -23,6 +23,7 @@ What holds, whatever is heard: a record's incarnation never falls while the peer
 
 import heapq
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +35,7 @@ from mesh.presets import CONFIRMATIONS, Preset
 from transport.messages import PROTOCOL, Liveness, News
 
 NEWS = 32  # pieces of news in a message, about 12 KiB
-RETRANSMIT = 4  # times ceil(log10(n + 1)) sendings of one piece: SWIM's lambda, as memberlist has it
+RETRANSMIT = 6  # times ceil(log10(n + 1)) sendings of one piece; at memberlist's 4 one of six peers is missed too often
 MAX_BUSY_S = 300.0  # longer silence cannot be told from death
 REMEMBER_S = 3600.0  # how long the dead are remembered: longer than a switch takes to come back
 MAX_DEAD = 10_000  # remembered dead
@@ -143,6 +144,11 @@ class Roster:
         record = self.living.get(peer)
         return record is not None and now < record.busy_until
 
+    def pick(self, rng: random.Random, count: int, but: PeerId = "") -> list[PeerId]:
+        """Up to ``count`` random members other than ``but``."""
+        others = [peer for peer in self.living if peer != but]
+        return rng.sample(others, min(count, len(others)))
+
     # ------------------------------------------------------------------------------------------------------------------
     # Hearing
     # ------------------------------------------------------------------------------------------------------------------
@@ -174,7 +180,9 @@ class Roster:
         self.incarnation = news.incarnation + 1
         self.spread(self.card.id)
         if news.state == "dead":
-            self.effects.append(Note("held dead by others, refuted: was this peer starved or cut off?", "warning"))
+            self.effects.append(
+                Note(f"{self.card.name} was held dead by others and refutes: was it starved, or cut off?", "warning")
+            )
 
     def _admit(self, news: News, now: float) -> None:
         """A peer never heard of."""
@@ -194,6 +202,7 @@ class Roster:
         before, was = record.card, record.state
         record.card, record.incarnation = news.card, news.incarnation
         record.busy_until = now + min(news.card.busy_for_s, MAX_BUSY_S)
+        record.accusers, record.replaced = [], False
         self._view = None
         if news.state == "left":
             record.reason = news.reason
@@ -202,7 +211,7 @@ class Roster:
             if news.state != "dead":
                 self._join(record, now)
         else:
-            record.state, record.accusers = "alive", []
+            record.state = "alive"
             self.spread(news.card.id, routine=was == "alive")
             if news.card != before:
                 self.effects.append(Changed(news.card))
@@ -211,7 +220,7 @@ class Roster:
 
     def _join(self, record: Record, now: float) -> None:
         card = record.card
-        record.state, record.reason, record.accusers, record.replaced = "alive", "", [], False
+        record.state, record.reason = "alive", ""
         self.dead.pop(card.id, None)
         self.doubts.pop(card.id, None)
         self.living[card.id] = record
