@@ -61,6 +61,7 @@ class _Rollout:
     answered: int = 0
     answers: int = 0
     free: int = 0
+    returned: dict[str, int] = field(default_factory=dict)
     held: dict[CreditId, None] = field(default_factory=dict)
     kept: dict[CreditId, float] = field(default_factory=dict)
     out: dict[CreditId, None] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class TrainerDelivery:
         self.finished = False
         self.version: Version | None = None
         self.lineage = Lineage()
-        self.counts = {"duplicates": 0, "late": 0, "returned": 0}
+        self.counts = {"duplicates": 0, "late": 0}
         self._settings = settings
         self._prompts = prompts
         self._seed = seed
@@ -114,14 +115,15 @@ class TrainerDelivery:
         if r is None:
             self.counts["late"] += 1
             return []
-        return (
-            self._ask(rollout, r, message, now) if isinstance(message, Ask) else self._deliver(rollout, r, message, now)
-        )
+        if not isinstance(message, Ask):
+            return self._deliver(rollout, r, message, now)
+        return self._ask(rollout, r, message, now)
 
     def rollouts(self, live: Sequence[PeerId], now: float) -> list[Any]:
         """These rollouts are alive; call on every change of membership."""
         effects: list[Any] = []
-        for peer in [p for p in self._rollouts if p not in live]:
+        alive = frozenset(live)
+        for peer in [p for p in self._rollouts if p not in alive]:
             effects += self.rollout_gone(peer, now)
         for peer in live:
             self._rollouts.setdefault(peer, _Rollout())
@@ -232,12 +234,17 @@ class TrainerDelivery:
 
     def metrics(self) -> dict[str, float]:
         a = self.accounts
+        returned: dict[str, int] = {}
+        for r in self._rollouts.values():
+            for why, n in r.returned.items():
+                returned[why] = returned.get(why, 0) + n
         return {
             **{f"groups/{name}": n for name, n in a.groups.items()},
             **{f"tokens/{name}": n for name, n in a.tokens.items()},
             **{f"evaluation/{name}": n for name, n in a.evaluation.items()},
             **{f"reasons/{name}": n for name, n in a.reasons.items()},
             **{f"delivery/{name}": n for name, n in self.counts.items()},
+            **{f"returned/{why}": n for why, n in returned.items()},
             "delivery/window": self.window.size,
             "delivery/out": sum(len(r.out) for r in self._rollouts.values()),
             "delivery/taken": len(self._taken),
@@ -248,14 +255,13 @@ class TrainerDelivery:
     def _ask(self, rollout: PeerId, r: _Rollout, ask: Ask, now: float) -> list[Any]:
         if ask.seq <= r.ask:
             return []
-        r.ask, r.answered, r.free = ask.seq, ask.answered, ask.free
+        r.ask, r.answered, r.free, r.returned = ask.seq, ask.answered, ask.free, ask.returned
         # a rollout that we took for dead and lived on counts from where it is
         r.answers = max(r.answers, ask.answered)
         r.held = dict.fromkeys(h.id for h in ask.held)
         r.kept = {id: r.kept.get(id, now) for id in ask.kept}
         r.unseen = {id: seq for id, seq in r.unseen.items() if seq > ask.answered}
         missing = [id for id in r.out if self._open[id].sent <= ask.answered and id not in r.held and id not in r.kept]
-        self.counts["returned"] += len(missing)
         effects = self._end(missing, "lost", "not at its rollout")
         for h in ask.held:
             if h.id in r.out:

@@ -242,16 +242,15 @@ class RolloutDelivery:
         if not (since >= ASK_PERIOD_S or (self._dirty and since >= ASK_GAP_S)):
             return []
         self._asked_at, self._dirty = now, False
-        free = max(0, self.places - self.held)
+        self._seq += 1
+        share, rest = divmod(max(0, self.places - self.held), max(1, len(self._trainers)))
         effects: list[Any] = []
         for i, (peer, t) in enumerate(self._trainers.items()):
-            self._seq += 1
-            share, rest = divmod(free, len(self._trainers))
-            extra = (i + self._seq // len(self._trainers)) % len(self._trainers) < rest  # the odd places go round
+            odd = (i + self._seq) % len(self._trainers) < rest  # the odd places go round
             ask = Ask(
                 seq=self._seq,
                 answered=t.answered,
-                free=share + extra,
+                free=share + odd,
                 held=[HeldCredit(id=id, started=started) for id, started in t.held.items()],
                 kept=list(t.kept),
                 returned=dict(t.returned),

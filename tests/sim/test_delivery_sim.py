@@ -1,7 +1,8 @@
 """Delivery on an unkind network: one trainer, three rollouts, everything from one seed.
 
-Messages are lost, doubled, delayed and reordered; bulk is slower than control; rollouts are killed and start again under
-a new id, unnoticed for a while; engines lag behind the trainer's weights. After every event the promises are checked.
+Messages are lost, doubled, delayed and reordered; bulk is slower than control; rollouts are killed and start again
+under a new id, unnoticed for a while; engines lag behind the trainer's weights. After every event the promises are
+checked.
 """
 
 import heapq
