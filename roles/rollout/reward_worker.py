@@ -2,8 +2,8 @@
 
 Started by ``rewards.py`` as ``python -P -m roles.rollout.reward_worker PARENT_PID``, with a socket as its standard
 input. On it travel frames: four bytes of length, then JSON (which knows NaN and integers of any size, as the user's
-columns may). First the settings come in and ``Ready`` goes out; then each ``Call`` is answered by a ``Result``. What the
-function prints goes to standard error, whose end the parent reads.
+columns may). First the settings come in and ``Ready`` goes out; then each ``Call`` is answered by a ``Result``. What
+the function prints goes to standard error, whose end the parent reads.
 """
 
 import ctypes

@@ -1,5 +1,6 @@
 """Reward functions for any data with an ``answer`` column, and how the one in the settings is found."""
 
+import logging
 from typing import Any
 
 from mesh.config import Task as TaskSettings
@@ -32,6 +33,7 @@ def exact(prompts, completions, answer, **_) -> list[float]:
 
 def math(prompts, completions, answer, **_) -> list[float | Exception]:
     """1 where the last mathematical expression of the completion equals the answer (package math-verify)."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the time-outs that we do without
     return [_same_value(plain(c), str(a)) for c, a in zip(completions, answer, strict=True)]
 
 
