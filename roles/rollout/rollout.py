@@ -10,6 +10,7 @@ import asyncio
 import time
 from typing import Any
 
+from mesh.effects import Send
 from mesh.exits import FINISHED, Requeue
 from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
@@ -43,6 +44,7 @@ class Rollout:
         self.metrics = MetricsWriter(node.run.path, node.name, tensorboard=False)
         self.tasks: dict[tuple[PeerId, CreditId], asyncio.Task] = {}
         self.pins: dict[Version, int] = {}
+        self.unsent: list[Send] = []
         self.over = ""
         self.failure: BaseException | None = None
         self.proof: Proof | None = None
@@ -52,12 +54,18 @@ class Rollout:
         peer.on(Answer, self._answer)
         peer.on_members(self._members)
         peer.on_departed(self._departed)
-        peer.every(0.05, lambda: self._do(self.delivery.tick(time.monotonic())))
+        peer.every(0.05, self._tick)
         peer.look = self.status
 
     # ------------------------------------------------------------------------------------------------------------------
     # On the peer's loop
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Groups that found the pipe full (or not yet connected) go again; there are no more of them than credits."""
+        unsent, self.unsent = self.unsent, []
+        self._do([send for send in unsent if self.delivery.keeps(send.to, send.message.credit)])
+        self._do(self.delivery.tick(time.monotonic()))
 
     def _answer(self, trainer: PeerId, answer: Answer) -> None:
         self._do(self.delivery.receive(trainer, answer, time.monotonic()))
@@ -81,8 +89,9 @@ class Rollout:
                     self._aio.call_soon_threadsafe(self._abort, trainer, credit)
                 case RunOver(trainer):
                     self.over = "the run is over"
-                case _:
-                    self.peer.send(effect.to, effect.message, bulk=effect.bulk)
+                case Send(to, message, _, bulk):
+                    if not self.peer.send(to, message, bulk=bulk) and bulk:
+                        self.unsent.append(effect)
         if starts:
             self._aio.call_soon_threadsafe(self._start, starts)
 

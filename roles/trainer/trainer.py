@@ -65,6 +65,8 @@ class Trainer:
         manifest = Manifest.from_state(policy.named_state(), buffers, self.wire_dtype)
         self.publisher = Publisher(peer, manifest, self.config.weights, group_builder(peer))
         self.proved: set[Version] = set()
+        rng = np.random.default_rng(self.config.run.seed)
+        self.tokens = rng.integers(0, policy.vocabulary, self.config.weights.probe_tokens).astype(np.int32)
         peer.on(Report, self._reported)
         first_id = 0
         if restored.state is not None:
@@ -150,9 +152,7 @@ class Trainer:
     def publish(self) -> None:
         """Snapshot the weights and hand them to the publisher's thread, with a probe that receivers can check."""
         with self.timed("probe_s"):
-            rng = np.random.default_rng([self.config.run.seed, self.step])
-            tokens = rng.integers(0, self.policy.vocabulary, self.config.weights.probe_tokens).astype(np.int32)
-            probe = Probe(tokens=tokens, logprobs=self.policy.probe(tokens, self.wire_dtype))
+            probe = Probe(tokens=self.tokens, logprobs=self.policy.probe(self.tokens, self.wire_dtype))
         with self.timed("snapshot_s"):
             self.publisher.publish(self.version, self.policy.named_state(), probe)
         self.peer.update_card(version=self.version)
