@@ -241,6 +241,15 @@ class Announce(Message, frozen=True):
     probe: Probe
 
 
+class Begin(Message, frozen=True):
+    """Publisher to the receivers of a formation, when all of them are ready: enter the broadcast of this attempt now.
+    Repeated until it has ended, so that nobody waits inside a collective for a member that is not ready."""
+
+    ballot: Ballot
+    version: Version
+    attempt: Count
+
+
 class Report(Message, frozen=True):
     """Receiver to publisher, on change and every second: where this receiver is.
 
@@ -403,7 +412,7 @@ Body = (
     Hello | Welcome | Refused | Ping | Ack | PingReq | Nack | Sync | NotMe
     | Invite | Accept | Decline | Go
     | StoreSet | StoreGet | StoreAnswer
-    | ManifestAsk | ManifestTell | Announce | Report
+    | ManifestAsk | ManifestTell | Announce | Begin | Report
     | Ask | Answer | Delivery
     | Look | Status
 )  # fmt: skip

@@ -8,6 +8,7 @@ from mesh.identity import PeerCard, PeerId, Role
 from transport.messages import Go, Kind, Member, Message
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 
 class Port(Protocol):
@@ -17,7 +18,7 @@ class Port(Protocol):
     id: PeerId
     config: Config
 
-    def on(self, kind: type[Message], handler: Callable[[PeerId, Message], None]) -> None:
+    def on(self, kind: type[M], handler: Callable[[PeerId, M], None]) -> None:
         """Call ``handler(sender, message)`` on the loop for every message of this class. Register before start."""
 
     def on_go(self, kind: Kind, handler: Callable[[Go], None]) -> None:
