@@ -57,7 +57,7 @@ def plot_rows(rows: list[dict], target: Path, title: str) -> Path:
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(length=0)
-        axes.legend(frameon=False, loc="best")
+        axes.legend(loc="lower right", facecolor="white", edgecolor="none", framealpha=0.9)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.with_name(f".{target.name}")  # a viewer never sees half a picture
         figure.savefig(scratch, format="png")
@@ -95,6 +95,7 @@ def _mark(axes, events: list[tuple[int, str, str]]) -> None:
         axes.annotate(
             names, (step, 0.98), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points",
             rotation=90, ha="right", va="top", fontsize=8, color=colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
         )  # fmt: skip
 
 

@@ -107,8 +107,16 @@ def policy_figures(samples: Sequence[Sample], scores: Scores) -> dict[str, float
 
     ``entropy`` is the exact mean over tokens, ``entropy_sampled`` its estimate, the mean of - log pi. Effective sample
     size, as a share of the sample: (sum w)^2 / (n sum w^2) with w = pi / recorded; over tokens, and over completions
-    with w the product over their tokens. 1 is on-policy; it is what importance weights would leave of the batch."""
-    scored = [i for i, c in enumerate(scores.current) if c is not None]
+    with w the product over their tokens. 1 is on-policy; it is what importance weights would leave of the batch.
+    ``not_finite``: completions whose log-probabilities are not, left out here."""
+    forwarded = [i for i, c in enumerate(scores.current) if c is not None]
+    scored = [i for i in forwarded if np.isfinite(scores.current[i]).all()]
+    if len(scored) < len(forwarded):
+        return {"not_finite": float(len(forwarded) - len(scored))} | _policy_figures(samples, scores, scored)
+    return _policy_figures(samples, scores, scored)
+
+
+def _policy_figures(samples: Sequence[Sample], scores: Scores, scored: list[int]) -> dict[str, float]:
     if not scored:
         return {}
     current = np.concatenate([scores.current[i] for i in scored]).astype(np.float64)

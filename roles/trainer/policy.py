@@ -12,8 +12,12 @@ thread-safe: one thread owns it. Threads of torch are set by the caller.
 """
 
 import inspect
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import numpy as np
 import torch
@@ -111,6 +115,9 @@ class Policy:
         for i in taught:
             if samples[i].lag == 0:
                 threshold.observe(samples[i].recorded - scores.current[i])
+        if not np.isfinite(scores.loss_sum):  # said through the gradient, so that all trainers skip this step
+            first = next(iter(self.parameters.values()))
+            first.grad = torch.full_like(first, torch.nan)
         return scores
 
     def _one(self, batch: MicroBatch, samples: Sequence[Sample], scores: Scores, rule: str) -> None:
@@ -177,9 +184,10 @@ class Policy:
         """Divide the summed gradient by ``tokens`` (N, over all trainers), clip its norm, take one AdamW step.
 
         A gradient that is not finite changes nothing and counts in ``skipped``; trainers that hold the same sum decide
-        the same. Returns grad_norm (before clipping), learning_rate, and skipped_steps."""
+        the same. Returns grad_norm (before clipping), learning_rate, step_skipped (0 or 1), skipped_steps (so far)."""
         rate = warm(self.settings.trainer.learning_rate, self.settings.trainer.warmup_steps, self.steps)
         self.steps += 1
+        before = self.skipped
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = 0.0
         if tokens > 0 and gradients:
@@ -194,7 +202,12 @@ class Policy:
             else:
                 self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm, "learning_rate": rate, "skipped_steps": float(self.skipped)}
+        return {
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "step_skipped": float(self.skipped - before),
+            "skipped_steps": float(self.skipped),
+        }
 
     # ---- what others need of the weights -----------------------------------------------------------------------------
 
@@ -284,6 +297,7 @@ def load_model(path: str, settings: ModelSettings) -> torch.nn.Module:
             path,
             dtype=DTYPES[settings.dtype],
             trust_remote_code=settings.trust_remote_code,
+            local_files_only=_only_local(path),
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -304,9 +318,28 @@ def load_tokenizer(path: str, settings: ModelSettings):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            path, trust_remote_code=settings.trust_remote_code, local_files_only=_only_local(path)
+        )
     except (OSError, ValueError, ImportError) as e:
         raise _unusable(settings, e) from e
+
+
+def _only_local(path: str) -> bool:
+    """Whether to ask the hub at all. Its client retries for most of a minute before it falls back to its cache or says
+    that there is no network; one attempt to connect tells the same."""
+    from huggingface_hub import constants
+
+    if Path(path).is_dir():
+        return True
+    if getproxies().get("https") or getproxies().get("all"):
+        return False  # the proxy may reach what this machine cannot
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=5.0).close()
+    except OSError:
+        return True
+    return False
 
 
 def _unusable(settings: ModelSettings, error: Exception) -> ValueError:

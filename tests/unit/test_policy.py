@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 from mesh.config import convert
 from roles.starter import character_tokenizer
 from roles.trainer.batch import samples_of
+from roles.trainer.figures import step_figures
 from roles.trainer.losses import DriftThreshold
 from roles.trainer.policy import Policy, load_policy, warm
 
@@ -87,6 +88,20 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_is_counted(poison):
     scores = p.accumulate(batch(), DriftThreshold(9))
     assert p.step(scores.tokens)["skipped_steps"] == 1
     assert not same(before, weights(p))
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_and_its_figures_stay_finite():
+    p, samples = policy(), batch()
+    with torch.no_grad():
+        p.model.model.norm.weight[0] = torch.inf
+    before = weights(p)
+    scores = p.accumulate(samples, DriftThreshold(9))
+    assert not np.isfinite(scores.loss_sum)
+    assert p.step(scores.tokens)["step_skipped"] == 1
+    assert same(before, weights(p))
+    figures = step_figures(samples, scores, max_lag=0)
+    assert figures["not_finite"] == 3
+    assert all(np.isfinite(v) for v in figures.values())
 
 
 @pytest.mark.parametrize(
@@ -248,6 +263,20 @@ def test_a_path_that_is_no_model_is_one_clear_line(tmp_path):
         assert f'model.path = "{path}"' in str(caught.value)
         assert "set model.path to" in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_said_after_one_attempt(monkeypatch):
+    attempts = []
+
+    def refuse(address, timeout):
+        attempts.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("roles.trainer.policy.getproxies", dict)
+    with pytest.raises(ValueError, match=r'model\.path = "nobody/nothing" cannot be loaded'):
+        load("nobody/nothing")
+    assert len(attempts) == 1
 
 
 def test_code_from_a_model_directory_is_not_run_unless_asked(tmp_path):
