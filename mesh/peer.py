@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from mesh import convening as conv
@@ -172,7 +173,7 @@ class Peer:
             time.sleep(0.02)
         if not needed:
             return
-        seen = "; ".join(self.call(lambda a=a: self._endpoint.diagnose(a), 20.0) for a in seeds[:3])
+        seen = "; ".join(self.call(partial(self._endpoint.diagnose, a), 20.0) for a in seeds[:3])
         raise ValueError(f"no peer of this run answered within {timeout_s:.0f} s: {seen}")
 
     def leave(self, reason: str, linger_s: float = 0.3) -> None:
@@ -267,9 +268,13 @@ class Peer:
         key = (message.kind, message.ballot, message.number)
         self._store_calls[key] = future
         deadline = time.monotonic() + timeout_s
+
+        def ask() -> None:
+            self.send(convener, message)
+
         try:
             while (left := deadline - time.monotonic()) > 0:
-                self.post(lambda: self.send(convener, message) and None)
+                self.post(ask)
                 try:
                     return future.result(min(0.25, left))
                 except TimeoutError:

@@ -301,7 +301,7 @@ class Trainer:
         return bool(self.publisher.proved_by(Version(self.version.term, max(0, oldest))))
 
     def _finish_evaluation(self) -> None:
-        """Wait for the evaluation under way, while rollouts are alive, at most ``prove_deadline_s`` without progress."""
+        """Wait for the evaluation under way; give it up after ``prove_deadline_s`` without progress."""
         limit = self.config.weights.prove_deadline_s
         progress, since = -1, time.monotonic()
         while self.intake.evaluating():
