@@ -47,7 +47,7 @@ from transport.messages import (
     Sync,
     Welcome,
 )
-from transport.store import StoreHost
+from transport.store_host import StoreHost
 
 T = TypeVar("T")
 

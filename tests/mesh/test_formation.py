@@ -16,7 +16,8 @@ from mesh.version import Ballot
 from transport.formation import Formation, FormationBroken
 from transport.messages import Go, Member, StoreAnswer, StoreGet, StoreSet
 from transport.nccl_env import NCCL_ENVIRONMENT, set_nccl_environment
-from transport.store import MAX_VALUE, MeshStore, StoreHost
+from transport.store import MeshStore
+from transport.store_host import MAX_VALUE, StoreHost
 from transport.weights.buffers import Leases
 
 OP_S = 1.0  # deadline of an operation
@@ -386,7 +387,7 @@ def test_the_store_refuses_an_unknown_ballot_too_much_and_nonsense():
 
 
 def test_the_store_is_bounded_in_bytes(monkeypatch):
-    monkeypatch.setattr("transport.store.MAX_BYTES", 100)
+    monkeypatch.setattr("transport.store_host.MAX_BYTES", 100)
     host = opened()
     for number in range(10):
         host.receive("p", StoreSet("weights", BALLOT, number, "same", bytes(90)))
