@@ -7,11 +7,11 @@ the record, remember the verdict and see to the prompt.
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from mesh.config import Trainer
-from mesh.effects import Note, Send
+from mesh.effects import Send
 from mesh.identity import PeerId
 from mesh.version import Lineage, Version
 from transport.accounts import Accounts, AnyEntry, Closed, Delivered, Descends, Ended, Ending, Issued, Trained
@@ -19,8 +19,6 @@ from transport.delivery import (
     Dropped,
     Evaluated,
     Held,
-    PromptRef,
-    PromptSource,
     Record,
     seed_of,
     superseded,
@@ -28,12 +26,12 @@ from transport.delivery import (
     versions_of,
 )
 from transport.evaluation import PASSED, Evaluation, EvaluationState
-from transport.messages import Answer, Ask, Credit, CreditId, Delivery, Outcome, Verdict
+from transport.messages import Ask, Credit, CreditId, Delivery, Outcome
+from transport.prompts import TOO_SLOW, PromptRef, PromptSource, Retries
+from transport.view import RolloutView
 from transport.window import Window
 
-AGAIN_AFTER_S = 2.0  # a bulk message may be this much later than the Ask that mentions its group
 DEADLINE_CHECK_S = 0.5
-CLOSED_WARNING = 0.01  # share of an epoch's prompts closed untrained that a user must hear of
 
 
 @dataclass
@@ -44,32 +42,11 @@ class _Open:
     credit: Credit
     ref: PromptRef | None
     rollout: PeerId
-    sent: int
     at: float
     state: Literal["out", "held", "taken"] = "out"
     seen: bool = False
     started: Version | None = None
     versions: tuple[Version, ...] = ()
-
-
-@dataclass
-class _Rollout:
-    """What a trainer knows of one rollout: its last Ask, and what was sent since. ``unseen`` has the Answer of each
-    credit that the last Ask could not know; ``kept`` since when a group waits for its verdict, or was asked for."""
-
-    ask: int = 0
-    answered: int = 0
-    answers: int = 0
-    free: int = 0
-    returned: dict[str, int] = field(default_factory=dict)
-    held: dict[CreditId, None] = field(default_factory=dict)
-    kept: dict[CreditId, float] = field(default_factory=dict)
-    out: dict[CreditId, None] = field(default_factory=dict)
-    unseen: dict[CreditId, int] = field(default_factory=dict)
-
-    @property
-    def room(self) -> int:
-        return self.free - len(self.unseen)
 
 
 class TrainerDelivery:
@@ -91,16 +68,16 @@ class TrainerDelivery:
         self.counts = {"duplicates": 0, "late": 0}
         self._settings = settings
         self._prompts = prompts
+        self._retries = Retries(prompts, settings.retries)
         self._seed = seed
         self._steps = steps
         self._open: dict[CreditId, _Open] = {}
         self._taken: dict[CreditId, None] = {}
-        self._rollouts: dict[PeerId, _Rollout] = {}
+        self._rollouts: dict[PeerId, RolloutView] = {}
         self._verdicts: OrderedDict[CreditId, Outcome] = OrderedDict()
         self._evaluation: Evaluation | None = None
         self._limited = False
         self._checked = float("-inf")
-        self._warned = -1
 
     # -- what the driver and the main thread call ----------------------------------------------------------------------
 
@@ -126,7 +103,7 @@ class TrainerDelivery:
         for peer in [p for p in self._rollouts if p not in alive]:
             effects += self.rollout_gone(peer, now)
         for peer in live:
-            self._rollouts.setdefault(peer, _Rollout())
+            self._rollouts.setdefault(peer, RolloutView())
         return effects
 
     def rollout_gone(self, rollout: PeerId, now: float) -> list[Any]:
@@ -252,32 +229,23 @@ class TrainerDelivery:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _ask(self, rollout: PeerId, r: _Rollout, ask: Ask, now: float) -> list[Any]:
+    def _ask(self, rollout: PeerId, r: RolloutView, ask: Ask, now: float) -> list[Any]:
         if ask.seq <= r.ask:
             return []
-        r.ask, r.answered, r.free, r.returned = ask.seq, ask.answered, ask.free, ask.returned
-        # a rollout that we took for dead and lived on counts from where it is
-        r.answers = max(r.answers, ask.answered)
-        r.held = dict.fromkeys(h.id for h in ask.held)
-        r.kept = {id: r.kept.get(id, now) for id in ask.kept}
-        r.unseen = {id: seq for id, seq in r.unseen.items() if seq > ask.answered}
-        missing = [id for id in r.out if self._open[id].sent <= ask.answered and id not in r.held and id not in r.kept]
-        effects = self._end(missing, "lost", "not at its rollout")
-        for h in ask.held:
-            if h.id in r.out:
-                c = self._open[h.id]
-                c.seen, c.started = True, h.started
-        effects += self._sweep([h.id for h in ask.held if h.id in r.out])[0]
+        effects = self._end(r.hear(ask, now), "lost", "not at its rollout")
+        here = [id for id in r.held if id in r.out]
+        for id in here:
+            self._open[id].seen, self._open[id].started = True, r.held[id]
+        effects += self._sweep(here)[0]
         return effects + self._serve(now, [rollout], among=[rollout])
 
-    def _deliver(self, rollout: PeerId, r: _Rollout, delivery: Delivery, now: float) -> list[Any]:
+    def _deliver(self, rollout: PeerId, r: RolloutView, delivery: Delivery, now: float) -> list[Any]:
         id = delivery.credit
         if id not in r.out:
             self.counts["duplicates" if id in self._open or id in self._verdicts else "late"] += 1
             return []
         c = self._open[id]
-        r.held.pop(id, None)
-        r.kept.setdefault(id, now)
+        r.delivered(id, now)
         group, why = delivery.group, delivery.failure
         if group is not None and len(group.completions) != c.credit.size:
             why = f"{len(group.completions)} completions instead of {c.credit.size}"
@@ -324,7 +292,7 @@ class TrainerDelivery:
                 continue
             if room < -1:
                 heapq.heappush(rooms, (room + 1, peer))
-        return effects + [Send(peer, self._answer(self._rollouts[peer], new, now)) for peer, new in credits.items()]
+        return effects + [self._answer(peer, new, now) for peer, new in credits.items()]
 
     def _places(self) -> int:
         """How many more groups may be ordered for training now."""
@@ -342,10 +310,8 @@ class TrainerDelivery:
             credit = self._evaluation.order(id)
         else:
             credit = self._training_credit(id, ref)
-        r = self._rollouts[peer]
-        self._open[id] = _Open(credit=credit, ref=ref, rollout=peer, sent=r.answers + 1, at=now)
-        r.out[id] = None
-        r.unseen[id] = r.answers + 1
+        self._open[id] = _Open(credit=credit, ref=ref, rollout=peer, at=now)
+        self._rollouts[peer].order(id)
         credits.setdefault(peer, []).append(credit)
         entry = Issued(
             id=id,
@@ -373,22 +339,18 @@ class TrainerDelivery:
             seed=seed_of(self._seed, "training", ref.epoch, ref.prompt, ref.attempt),
         )
 
-    def _answer(self, r: _Rollout, credits: list[Credit], now: float) -> Answer:
+    def _answer(self, peer: PeerId, credits: list[Credit], now: float) -> Send:
         assert self.version is not None
-        r.answers += 1
-        waiting = [id for id, since in r.kept.items() if id in r.out and now - since >= AGAIN_AFTER_S]
-        for id in waiting:
-            r.kept[id] = now
-        return Answer(
-            seq=r.answers,
-            credits=credits,
-            revoked=[id for id in r.held if id not in self._open],
-            verdicts=[Verdict(id, self._verdicts.get(id, "failed")) for id in r.kept if id not in self._open],
-            again=waiting,
+        answer = self._rollouts[peer].answer(
+            credits,
+            open=self._open,
+            verdicts=self._verdicts,
             current=self.version,
             lineage=self.lineage,
             finished=self.finished,
+            now=now,
         )
+        return Send(peer, answer)
 
     # -- how credits end -----------------------------------------------------------------------------------------------
 
@@ -438,28 +400,14 @@ class TrainerDelivery:
             if c.ref is None:
                 if self._evaluation:
                     effects += self._evaluation.end(c.rollout, c.credit.prompt, outcome, why)
-            elif outcome == "failed" or why == "age":
-                effects += self._retry(c.ref, "too slow" if why == "age" else f"failed: {why}")
-            else:
+            elif not (outcome == "failed" or why == "age"):
                 self._prompts.give_back(c.ref)
-        return effects
-
-    def _retry(self, ref: PromptRef, why: str) -> list[Any]:
-        if ref.attempt < self._settings.retries:
-            self._prompts.give_back(replace(ref, attempt=ref.attempt + 1))
-            return []
-        effects: list[Any] = [self._record(Closed(epoch=ref.epoch, prompt=ref.prompt, why=why))]
-        self._prompts.close(ref, why)
-        closed = self._prompts.closed(ref.epoch)
-        if len(closed) > CLOSED_WARNING * self._prompts.size and ref.epoch > self._warned:
-            self._warned = ref.epoch
-            slow = sum(reason == "too slow" for reason in closed.values())
-            text = (
-                f"{len(closed)} of {self._prompts.size} prompts of epoch {ref.epoch} will not be trained: {slow} too "
-                f"slow for trainer.max_lag = {self._settings.max_lag}, {len(closed) - slow} failed. What is left leans "
-                "towards short answers; raise max_lag, or lower rollout.groups_in_flight or rollout.max_new_tokens"
-            )
-            effects.append(Note(text, "warning"))
+            elif not self._retries.last(c.ref):
+                self._retries.again(c.ref)
+            else:
+                reason = TOO_SLOW if why == "age" else why
+                effects.append(self._record(Closed(epoch=c.ref.epoch, prompt=c.ref.prompt, why=reason)))
+                effects += self._retries.close(c.ref, reason)
         return effects
 
     def _remember(self, id: CreditId, outcome: Outcome) -> None:

@@ -43,7 +43,7 @@ Iteration is over dicts in insertion order and sorted lists only, so a run of ei
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from mesh.effects import Send
 from mesh.identity import PeerId
@@ -113,29 +113,6 @@ class Evaluated:
     prompt: int
     version: Version
     group: Group | None
-
-
-@dataclass(frozen=True, order=True)
-class PromptRef:
-    """A prompt as the data's owner dealt it: ``place`` is its position in the epoch's order, ``attempt`` how often it
-    was superseded by age or failed before."""
-
-    epoch: int
-    place: int
-    prompt: int
-    attempt: int = 0
-
-
-class PromptSource(Protocol):
-    """What a trainer needs of its data; ``roles/trainer/dataset.py`` is the real one."""
-
-    size: int
-
-    def take(self) -> PromptRef | None: ...
-    def give_back(self, ref: PromptRef) -> None: ...
-    def done(self, ref: PromptRef) -> None: ...
-    def close(self, ref: PromptRef, reason: str) -> None: ...
-    def closed(self, epoch: int) -> dict[int, str]: ...
 
 
 def versions_of(group: Group) -> tuple[Version, ...]:
@@ -208,6 +185,11 @@ class RolloutDelivery:
     @property
     def kept(self) -> int:
         return sum(len(t.kept) for t in self._trainers.values())
+
+    def keeps(self, trainer: PeerId, credit_id: CreditId) -> bool:
+        """Whether this group still waits for its verdict."""
+        t = self._trainers.get(trainer)
+        return t is not None and credit_id in t.kept
 
     def standing(self, trainer: PeerId) -> tuple[Version | None, Lineage]:
         """The trainer's version and lineage by its last Answer."""

@@ -250,7 +250,7 @@ def test_a_prompt_superseded_too_often_is_closed_as_too_slow_and_the_user_is_tol
     assert records(effects, Closed) == [Closed(0, credit.prompt, "too slow")]
     (note,) = [e for e in effects if isinstance(e, Note)]
     assert note.level == "warning"
-    assert "1 of 50 prompts of epoch 0 will not be trained: 1 too slow for trainer.max_lag = 0" in note.text
+    assert "1 of 50 prompts of epoch 0 are closed untrained; 1 were too slow" in note.text
 
 
 def test_held_groups_that_age_while_a_batch_trains_are_dropped_when_it_is_taken():
