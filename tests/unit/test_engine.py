@@ -13,11 +13,14 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 from mesh.version import Ballot, Version
 from roles.rollout.engines.base import EngineDead, Request, RequestFailed, sample_seed
 from roles.rollout.engines.decode import draw
-from roles.rollout.engines.transformers import TransformersEngine, dummy_model, end_tokens
+from roles.rollout.engines.transformers import TransformersEngine, dummy_model, end_tokens, scramble
+from transport.messages import Probe
 from transport.weights.buffers import copy_in, new_flat, tensor_digests
 from transport.weights.manifest import Manifest
+from transport.weights.proof import Prover
 
 TERM = Ballot(1, "aa")
+PROBE = np.arange(10, 40, dtype=np.int32)
 
 
 def v(number: int) -> Version:
@@ -67,7 +70,8 @@ class Versions:
         self.taken: list[Version] = []
         self.refusals: list[tuple[Version, object]] = []
 
-    def put(self, model: torch.nn.Module, number: int) -> None:
+    def put(self, model: torch.nn.Module, number: int, probed: torch.nn.Module | None = None) -> None:
+        """Offer ``model``; with ``probed``, wrongly announced with the log-probabilities of that one."""
         manifest = Manifest.from_module(model)
         flat = new_flat(manifest.nbytes)
         copy_in(manifest, model.state_dict(), flat)
@@ -76,7 +80,7 @@ class Versions:
             manifest=manifest,
             flat=flat,
             tensor_digests=tensor_digests(manifest, flat),
-            probe=np.array([1, 2, 3], np.int32),
+            probe=Probe(tokens=PROBE, logprobs=logprobs_of(probed or model, PROBE[:1], PROBE[1:])),
         )
 
     def offered(self):
@@ -95,20 +99,6 @@ class Versions:
             self.next = None
 
 
-class Approve:
-    """A prover that proves everything but the numbers in ``fail``."""
-
-    def __init__(self, fail=()) -> None:
-        self.fail, self.scores = set(fail), []
-
-    def before(self, engine, probe) -> None:
-        pass
-
-    def prove(self, engine, manifest, tensor_digests, probe, version, flat=None):
-        self.scores.append(engine.score(probe))
-        return SimpleNamespace(proved=version.number not in self.fail, reason="the probe differs")
-
-
 @pytest.fixture(autouse=True)
 def one_thread():
     before = torch.get_num_threads()
@@ -121,10 +111,11 @@ def one_thread():
 def start():
     engines = []
 
-    def make(model, *, versions=None, prover=None, eos=(), **settings):
+    def make(model, *, versions, eos=(), **settings):
+        scramble(model)
         engine = TransformersEngine(model, eos=eos, **settings)
         engines.append(engine)
-        engine.start(versions or Versions(), prover or Approve())
+        engine.start(versions, Prover(floor=1e-3))
         return engine
 
     yield make
@@ -284,8 +275,9 @@ def test_a_step_never_mixes_versions(start):
         return await running
 
     results = asyncio.run(run())
-    assert all(len(values) == 1 for values in seen)
-    assert len(set.union(*seen)) > 3
+    assert len(seen[0]) > 1  # the prover's look at the dummy weights: the hook does tell them apart
+    assert all(len(values) == 1 for values in seen[1:])
+    assert len(set.union(*seen[1:])) > 3
     assert all(np.isfinite(s.logprobs).all() for s in results)
 
 
@@ -306,13 +298,13 @@ def test_nothing_is_sampled_before_the_first_proved_version(start):
 def test_a_version_that_fails_its_proof_holds_what_runs_until_a_good_one_comes(start):
     good, better, versions = llama(1), llama(3), Versions()
     versions.put(good, 1)
-    engine = start(llama(2), versions=versions, prover=Approve(fail={2}))
+    engine = start(llama(2), versions=versions)
     request = Request(prompt=np.array([5, 6, 7]), max_new_tokens=200, seed=4)
 
     async def run():
         task = asyncio.ensure_future(engine.sample(request))
         await until(lambda: engine.figures.tokens > 10)
-        versions.put(llama(9), 2)
+        versions.put(llama(9), 2, probed=llama(8))
         await until(lambda: engine.state == "unproven")
         await until(lambda: bool(versions.refusals))
         assert engine.version is None
@@ -325,7 +317,9 @@ def test_a_version_that_fails_its_proof_holds_what_runs_until_a_good_one_comes(s
         return await task
 
     sampled = asyncio.run(run())
-    assert versions.refusals[0][0] == v(2)
+    ((refused, proof),) = versions.refusals
+    assert refused == v(2)
+    assert "log-probabilities differ from the publisher's" in proof.reason
     assert [s.version.number for s in sampled.spans] == [1, 3]
     cut = sampled.spans[0].stop
     own = np.concatenate(
@@ -444,11 +438,13 @@ def test_a_prompt_that_cannot_fit_fails_alone_and_says_what_to_change(start):
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone(start):
-    broken, versions = llama(1, tie_word_embeddings=False), Versions()
-    with torch.no_grad():
-        broken.model.embed_tokens.weight[7] = float("nan")
-    versions.put(broken, 1)
-    engine = start(llama(2, tie_word_embeddings=False), versions=versions)
+    model, versions = llama(2), Versions()
+    versions.put(llama(1), 1)
+    engine = start(model, versions=versions)
+    # as an overflow in the model would: finite weights, and logits that are not, for some inputs
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, args, out: torch.where(args[0][..., None] == 7, torch.nan, out)
+    )
 
     async def run():
         greedy = [Request(prompt=np.array([t]), max_new_tokens=1, temperature=0) for t in (3, 7)]
@@ -488,8 +484,10 @@ def test_an_exception_on_the_engines_thread_reaches_everybody_who_waits(start, c
 def test_closing_ends_what_runs_and_the_thread():
     versions = Versions()
     versions.put(llama(1), 1)
-    engine = TransformersEngine(llama(2), eos=[])
-    engine.start(versions, Approve())
+    model = llama(2)
+    scramble(model)
+    engine = TransformersEngine(model, eos=[])
+    engine.start(versions, Prover(floor=1e-3))
 
     async def run():
         task = asyncio.ensure_future(engine.sample(Request(prompt=np.array([1]), max_new_tokens=500)))

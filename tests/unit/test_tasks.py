@@ -195,7 +195,7 @@ def test_math_rewards_equal_values_and_tells_of_an_answer_that_is_none():
     reward = load_reward(TaskSettings(data="x.jsonl", reward="math"))
     completions = [r"So it is $\frac{1}{2}$.", r"\boxed{0.5}", "1/3", "", "it is $2x$"]
     assert reward(None, completions, answer=["1/2", r"\frac{1}{2}", "0.5", "0.5", "$2x$"]) == [1, 1, 0, 0, 1]
-    (error,) = reward(None, ["1"], answer=["..."])
+    (error,) = reward(None, ["1"], answer=[" "])
     assert isinstance(error, ValueError)
 
 

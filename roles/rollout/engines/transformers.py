@@ -327,24 +327,23 @@ def _resolve(results: list[tuple[Any, Sampled | Exception]]) -> None:
 def dummy_model(
     path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", trust_remote_code: bool = False
 ) -> nn.Module:
-    """A model of a directory's (or hub id's) configuration with seeded random weights, never its own.
-
-    Everything a version decides is random, also what initialises to constants (norms, biases, persistent buffers): the
-    first proof then shows of every tensor that it arrived. Other buffers are as the configuration makes them.
-    """
+    """A model of a directory's (or hub id's) configuration with seeded random weights, never its own."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(DUMMY_SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        with torch.no_grad():
-            seen: set[int] = set()
-            for tensor in model.state_dict(keep_vars=True).values():
-                if id(tensor) in seen or not tensor.is_floating_point():
-                    continue
-                seen.add(id(tensor))
-                noise = torch.rand(tensor.shape) * 0.02 + 0.01  # at least one bfloat16 step away from 1
-                tensor.add_((noise * (torch.rand(tensor.shape) < 0.5).mul(2).sub(1)).to(tensor.dtype))
+        scramble(model)
     return model.to(device)
+
+
+@torch.no_grad()
+def scramble(model: nn.Module) -> None:
+    """Make random, from torch's generator, also what initialises to constants: norms, biases, persistent buffers. The
+    first proof then shows of every tensor that it arrived. What no version decides stays as it was configured."""
+    tensors = {id(t): t for t in model.state_dict(keep_vars=True).values() if t.is_floating_point()}
+    for tensor in tensors.values():
+        noise = torch.rand(tensor.shape) * 0.02 + 0.01  # at least one bfloat16 step away from 1
+        tensor.add_((noise * (torch.rand(tensor.shape) < 0.5).mul(2).sub(1)).to(tensor.dtype))
 
 
 def end_tokens(path: str | Path, extra: Iterable[int | None] = (), trust_remote_code: bool = False) -> list[int]:
