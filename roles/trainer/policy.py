@@ -12,24 +12,19 @@ thread-safe: one thread owns it. Threads of torch are set by the caller.
 """
 
 import inspect
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import numpy as np
 import torch
 from torch.func import functional_call
 
 from mesh.config import Config
-from mesh.config import Model as ModelSettings
+from roles.models import DTYPES as DTYPES
+from roles.models import load_model, load_tokenizer
 from roles.starter import resolve
 from roles.trainer.batch import MicroBatch, Sample, micro_batches
 from roles.trainer.losses import DriftThreshold, failures_already_avoided, mean_drift, summed_loss, token_logprobs
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -282,74 +277,3 @@ def load_policy(settings: Config, device: torch.device | str = "cpu") -> Policy:
             "weight's last place and round to nothing; use float32 master weights (the wire may stay bfloat16)"
         )
     return policy
-
-
-def load_model(path: str, settings: ModelSettings) -> torch.nn.Module:
-    """A transformers causal language model from a directory or a hub id, master dtype, safetensors only.
-
-    Every tensor must be in the files: one that is missing would silently start at random."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=DTYPES[settings.dtype],
-            trust_remote_code=settings.trust_remote_code,
-            local_files_only=_only_local(path),
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, ImportError) as e:
-        raise _unusable(settings, e) from e
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(
-            f'model.path = "{settings.path}" lacks {len(missing)} tensors of its architecture, such as {missing[0]}; '
-            "point model.path at complete weights"
-        )
-    generation = getattr(model, "generation_config", None)
-    if generation is not None and not generation.do_sample:
-        generation.do_sample = True  # with sampling settings but without this, saving raises at the end of the run
-    return model
-
-
-def load_tokenizer(path: str, settings: ModelSettings):
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            path, trust_remote_code=settings.trust_remote_code, local_files_only=_only_local(path)
-        )
-    except (OSError, ValueError, ImportError) as e:
-        raise _unusable(settings, e) from e
-
-
-def _only_local(path: str) -> bool:
-    """Whether to ask the hub at all. Its client retries for most of a minute before it falls back to its cache or says
-    that there is no network; one attempt to connect tells the same."""
-    from huggingface_hub import constants
-
-    if Path(path).is_dir():
-        return True
-    if getproxies().get("https") or getproxies().get("all"):
-        return False  # the proxy may reach what this machine cannot
-    hub = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((hub.hostname, hub.port or 443), timeout=5.0).close()
-    except OSError:
-        return True
-    return False
-
-
-def _unusable(settings: ModelSettings, error: Exception) -> ValueError:
-    text = str(error)
-    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    if "trust_remote_code" in text:
-        advice = "it brings its own code; if you trust it, set model.trust_remote_code = true"
-    else:
-        advice = (
-            "set model.path to a directory with config.json, tokenizer and *.safetensors, to a hub id this machine can "
-            "reach (or has cached), or to starter:sort"
-        )
-    return ValueError(f'model.path = "{settings.path}" cannot be loaded: {first} - {advice}')

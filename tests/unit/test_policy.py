@@ -273,7 +273,7 @@ def test_a_hub_that_cannot_be_reached_is_said_after_one_attempt(monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr("socket.create_connection", refuse)
-    monkeypatch.setattr("roles.trainer.policy.getproxies", dict)
+    monkeypatch.setattr("roles.models.getproxies", dict)
     with pytest.raises(ValueError, match=r'model\.path = "nobody/nothing" cannot be loaded'):
         load("nobody/nothing")
     assert len(attempts) == 1
@@ -297,6 +297,15 @@ def test_weights_that_lack_a_tensor_are_refused_by_name(tmp_path):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(tmp_path)
+
+
+def test_weights_that_are_damaged_or_of_another_shape_are_one_clear_line(tmp_path):
+    saved(tmp_path, intermediate_size=32)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError, match="cannot be loaded"):
         load(tmp_path)
 
 
