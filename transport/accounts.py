@@ -24,6 +24,8 @@ from msgspec import Struct
 from mesh.identity import PeerId
 from mesh.version import Lineage, Version
 
+MAX_REASONS = 64  # told apart by their text, which rollouts choose; the record on disk has all
+
 Ending = Literal["superseded", "failed", "lost", "evaluated"]
 
 
@@ -213,6 +215,8 @@ class Accounts:
         if credit.issued.evaluation:
             return
         reason = f"{outcome}: {why}"
+        if reason not in self.reasons and len(self.reasons) >= MAX_REASONS:
+            reason = f"{outcome}: other reasons"
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
         if credit.tokens is not None:
             self.tokens["held"] -= credit.tokens

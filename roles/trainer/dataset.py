@@ -123,7 +123,7 @@ class Dataset:
         ]
 
     def progress(self) -> float:
-        """Epochs trained so far, as a fraction of the current one plus those before it."""
+        """Epochs so far: those before the current one, and the share of its prompts that were trained or closed."""
         last = self._epochs[self.epoch]
         return self.epoch + (last.position - len(last.open) - len(last.back)) / self.size
 

@@ -161,6 +161,16 @@ def test_a_killed_writer_leaves_a_record_that_replays(tmp_path):
     assert result.groups["lost"] == result.groups["issued"] == issued_
 
 
+def test_reasons_that_never_repeat_do_not_grow_the_accounts():
+    accounts = Accounts()
+    for id in range(200):
+        accounts.apply(issued(id))
+        accounts.apply(Ended(outcome="failed", ids=[id], why=f"the verifier raised at {id}"))
+    assert len(accounts.reasons) == 65
+    assert accounts.reasons["failed: other reasons"] == 136
+    assert sum(accounts.reasons.values()) == 200
+
+
 def test_a_ledger_is_not_written_over(tmp_path):
     write(tmp_path / "t.jsonl")
     with pytest.raises(FileExistsError):
