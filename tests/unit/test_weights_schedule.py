@@ -16,6 +16,7 @@ from transport.weights.schedule import (
     AnnounceTo,
     Convene,
     Disband,
+    EnginesDiffer,
     PublisherSchedule,
     Release,
     SatOut,
@@ -366,8 +367,8 @@ def test_engines_of_one_build_must_agree_under_one_version():
     p = formed(A, B, C)
     p.report("a", Report(B1, proved=v(1), build="x", live_digest="1"), 0.0)
     assert p.report("b", Report(B1, proved=v(1), build="y", live_digest="2"), 0.0) == []
-    [note] = p.report("c", Report(B1, proved=v(1), build="x", live_digest="3"), 0.0)
-    assert "engines of build x differ under v1@3" in note.text
+    report = Report(B1, proved=v(1), build="x", live_digest="3")
+    assert p.report("c", report, 0.0) == [EnginesDiffer("c", "a", report)]
     assert p.report("c", Report(B1, proved=v(1), build="x", live_digest="3"), 0.0) == []
 
 
@@ -490,9 +491,9 @@ def test_a_term_or_number_that_goes_back_is_refused():
     get(r, v(5))
     r.take()
     r.applied(v(5), True, 0.0)
-    for version, why in ((v(9, Ballot(2, "t")), "its term lies below"), (v(4), "not above v5@3")):
+    for version in (v(9, Ballot(2, "t")), v(4)):
         effects = r.announced("t", announce(version), 0.1)
-        assert why in of(effects, Refuse)[0].reason
+        assert of(effects, Refuse) == [Refuse(version, "t", "it lies below v5@3, which was proved here")]
         assert report_of(effects).ready_for is None
     report = report_of(r.announced("t", announce(v(2, NEWER)), 0.2))
     assert (report.ready_for, report.refused) == (v(2, NEWER), None)
@@ -597,6 +598,24 @@ def test_a_new_formation_forgets_what_was_ready_in_the_old():
     assert r.began("t", Begin(B1, v(0), 1), 0.2) == []
     assert r.formed(B1, (T, A), 0.3) == []
     assert Offer(v(0), 0) in get(r, v(0), 2, B2)
+
+
+def test_a_restarted_engine_gets_the_highest_version_again_but_none_below():
+    r = joined()
+    for number in (0, 1):
+        get(r, v(number))
+        r.take()
+        r.applied(v(number), True, 0.0)
+    report = report_of(r.forget(0.1))
+    assert (report.verified, report.proved) == (None, None)
+    assert of(r.announced("t", announce(v(0)), 0.2), Refuse)
+    assert report_of(r.announced("t", announce(v(1), 2), 0.3)).ready_for == v(1)
+    p = formed(A)
+    sent(p, v(1), "a")
+    p.report("a", Report(B1, verified=v(1), proved=v(1)), 0.1)
+    assert p.proved_by(v(1)) == ("a",)
+    assert of(p.report("a", report, 0.2), AnnounceTo) == [AnnounceTo("a", B1, v(1), 2, 0)]
+    assert p.proved_by(v(1)) == ()
 
 
 def test_a_report_goes_out_on_change_and_every_second():

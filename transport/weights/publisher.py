@@ -29,6 +29,7 @@ from transport.weights.schedule import (
     AnnounceTo,
     Convene,
     Disband,
+    EnginesDiffer,
     PublisherSchedule,
     Release,
     SatOut,
@@ -76,7 +77,7 @@ class Publisher:
         self._port = port
         self._weights = weights
         self._bucket_bytes = weights.bucket_mib << 20
-        self._leases = Leases(BUFFERS, manifest.nbytes)
+        self._leases: Leases | None = None
         self._schedule = PublisherSchedule(Member(port.id), weights)
         self._mover = Mover(port, build, self._formed, self._failed)
         self._stats = PublisherStats()
@@ -96,9 +97,11 @@ class Publisher:
     # ------------------------------------------------------------------------------------------------------------------
 
     def open_term(self, lineage: Lineage) -> None:
-        """This trainer publishes from now on, under the last term of ``lineage``."""
+        """This trainer publishes from now on, under the last term of ``lineage``. The first call makes the buffers."""
         if not lineage.terms:
             raise ValueError("a lineage without a term cannot be published")
+        if self._leases is None:  # trainers that never publish keep no buffers
+            self._leases = Leases(BUFFERS, self.manifest.nbytes)
         with self._changed:
             self._lineage = lineage
         self._port.post(self._members)
@@ -109,7 +112,7 @@ class Publisher:
             self._lineage = None
             pending, self._pending = self._pending, None
         if pending is not None:
-            self._leases.release(pending.slot)
+            self._release(pending)
         self._port.post(lambda: self._run(self._schedule.close()))
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor], probe: Probe) -> bool:
@@ -119,7 +122,7 @@ class Publisher:
         Raises ValueError when no term is open, or ``version`` is not of it or not above the last one published."""
         with self._changed:
             lineage, last = self._lineage, self._last
-        if lineage is None:
+        if lineage is None or self._leases is None:
             raise ValueError(f"{version} cannot be published: open_term comes first")
         if version.term != lineage.terms[-1][0] or not lineage.holds(version):
             raise ValueError(f"{version} is not of the term that is open, {lineage.terms[-1][0]}")
@@ -141,7 +144,7 @@ class Publisher:
         if replaced is None:
             self._mover.do(self._digest)
         else:  # its digests were asked for and not begun
-            self._leases.release(replaced.slot)
+            self._release(replaced)
             self._stats.replaced += 1
         self._stats.publications += 1
         self._stats.snapshot_s = time.perf_counter() - began
@@ -210,6 +213,7 @@ class Publisher:
         except FormationBroken as e:
             assert formation is not None
             error = str(e)
+            assert self._leases is not None
             self._leases.quarantine(staged.slot, formation.ended)
         seconds = time.perf_counter() - began
         self._port.post(lambda: self._ended(start, error, seconds))
@@ -222,7 +226,7 @@ class Publisher:
         with self._changed:
             current = self._lineage is not None and self._lineage.terms[-1][0] == staged.version.term
         if not current:
-            self._leases.release(staged.slot)
+            self._release(staged)
             return
         self._run(self._schedule.snapshot(staged.version, staged, time.monotonic()))
 
@@ -287,15 +291,25 @@ class Publisher:
                 case StartBroadcast():
                     self._start(effect)
                 case Release(slot=staged):
-                    self._leases.release(staged.slot)
+                    self._release(staged)
                 case Disband(ballot=ballot):
                     self._mover.disband(ballot)
                 case SatOut(peer=peer, publications=count, reason=reason):
                     name = peer_name(self._port, peer)
                     much = "1 publication" if count == 1 else f"{count} publications"
                     self._port.note(f"{name} sits out {much}: {reason}", "warning")
+                case EnginesDiffer(peer=peer, other=other, report=report):
+                    names = f"{peer_name(self._port, peer)} and {peer_name(self._port, other)}"
+                    text = (
+                        f"engines of one build ({report.build}) hold different weights under {report.proved}: {names}"
+                    )
+                    self._port.note(text, "warning")
                 case _:
                     raise AssertionError(f"unknown effect {effect}")
+
+    def _release(self, staged: _Staged) -> None:
+        assert self._leases is not None
+        self._leases.release(staged.slot)
 
     def _start(self, start: StartBroadcast) -> None:
         self._mover.run(start.ballot, lambda formation, abandon: self._broadcast(formation, abandon, start, start.slot))

@@ -112,6 +112,10 @@ class Receiver:
             self._run(self._schedule.pin(version))
             self._waiting = True
 
+    def forget(self) -> None:
+        """The engine was restarted, or is to load and prove afresh: let the newest version come again."""
+        self._port.post(lambda: self._do(lambda: self._schedule.forget(time.monotonic())))
+
     @property
     def proved(self) -> Version | None:
         """The version that the engine runs, proved."""

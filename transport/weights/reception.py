@@ -12,7 +12,8 @@ buffer is free for a newer version, an offered one that is not pinned gives way 
 
 Invariants:
 
-1. A term below the highest proved is refused, and within the term a number not above those proved or offered.
+1. A term below the highest proved is refused, and within the term a number not above those proved or offered. Only
+   an engine that was restarted may take the highest once more.
 2. A buffer that is offered or taken is not written until the engine has answered or its Release was emitted; one whose
    operation was abandoned, not before ``freed``.
 3. A version is reported as proved only after the engine said so, and as ready only inside a formation.
@@ -100,6 +101,7 @@ class ReceiverSchedule:
         self._shadows = [_Shadow() for _ in range(SHADOWS)]
         self._manifest = ""
         self._ready: _Ready | None = None
+        self._floor: Version | None = None  # highest ever proved: outlives the engine
         self._buckets = 0
         self._attempt = 0
         self._refused: Version | None = None
@@ -216,7 +218,8 @@ class ReceiverSchedule:
             return []
         effects: list[Any] = [self._free(slots[0])]
         if proved:
-            self.proved, self._proof = version, proof
+            self.proved = self._floor = version
+            self._proof = proof
         else:
             self._refused, self._reason = version, reason
             effects.append(Refuse(version, self.publisher, reason))
@@ -230,6 +233,13 @@ class ReceiverSchedule:
         offered = [(s.version, i) for i, s in enumerate(self._shadows) if s.use == "offered" and s.version is not None]
         return [self._free(i) for v, i in offered if v < max(offered)[0]]
 
+    def forget(self, now: float) -> list[Any]:
+        """The engine holds nothing any more (it was restarted, or is to load and prove its version afresh): report so,
+        and the newest version comes again."""
+        self.verified = self.proved = None
+        self._proof = {}
+        return self._report(now)
+
     def tick(self, now: float) -> list[Any]:
         return self._report(now)
 
@@ -240,8 +250,8 @@ class ReceiverSchedule:
     def _objection(self, a: Announce) -> str:
         if a.version == self.verified:
             return ""
-        if self.proved is not None and a.version.term < self.proved.term:
-            return f"its term lies below that of {self.proved}, which runs here"
+        if self._floor is not None and a.version < self._floor:  # an older term, or a lower number within it
+            return f"it lies below {self._floor}, which was proved here"
         held = [s.version for s in self._shadows if s.use in ("offered", "taken") and s.version is not None]
         highest = max([*held, *([self.proved] if self.proved is not None else [])], default=None)
         if highest is not None and a.version <= highest:

@@ -79,6 +79,15 @@ class SatOut:
 
 
 @dataclass(frozen=True)
+class EnginesDiffer:
+    """Two engines of one build do not hold the same live tensors under the version that ``report`` calls proved."""
+
+    peer: PeerId
+    other: PeerId
+    report: Report
+
+
+@dataclass(frozen=True)
 class Release:
     """Nothing reads or writes this buffer by order of the schedule any more."""
 
@@ -172,8 +181,8 @@ class PublisherSchedule:
         if r is None:
             return []
         r.heard(report)
-        difference = differing_engine(peer, self.receivers)
-        effects: list[Any] = [Note(difference, "warning")] if difference else []
+        other = differing_engine(peer, self.receivers)
+        effects: list[Any] = [EnginesDiffer(peer, other, report)] if other is not None else []
         offer = self._offer
         if offer is not None and (report.refused, report.attempt) == (offer.version, offer.attempt):
             effects += self._failed(peer, offer, report.reason, now)

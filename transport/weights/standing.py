@@ -34,11 +34,12 @@ class Standing:
     compared: Version | None = None
 
     def heard(self, report: Report) -> None:
-        """Reports may overtake each other: what is verified and proved only rises."""
+        """Reports may overtake each other: what is verified and proved only rises, except to nothing at all, which a
+        receiver reports whose engine was restarted."""
         self.report = report
         self.proved = _higher(self.proved, report.proved)
         before, self.verified = self.verified, _higher(self.verified, report.verified)
-        if self.verified != before:
+        if self.verified is not None and self.verified != before:
             self.strikes, self.back_at = 0, 0.0
 
     def lacks(self, version: Version) -> bool:
@@ -70,24 +71,21 @@ class Standing:
         return publications < self.back_at_publication and now < self.back_at
 
 
-def differing_engine(peer: PeerId, receivers: Mapping[PeerId, Standing]) -> str:
-    """Engines of one build that run one version must hold the same live tensors: a line where ``peer`` and another do
-    not, said once a version; empty otherwise."""
+def differing_engine(peer: PeerId, receivers: Mapping[PeerId, Standing]) -> PeerId | None:
+    """Engines of one build that run one version must hold the same live tensors: another receiver whose engine differs
+    from that of ``peer``, given once a version."""
     mine = receivers[peer]
     report = mine.report
     if report is None or report.proved is None or not report.live_digest or mine.compared == report.proved:
-        return ""
+        return None
     for other, standing in receivers.items():
         theirs = standing.report
         if other == peer or theirs is None or (theirs.build, theirs.proved) != (report.build, report.proved):
             continue
         if theirs.live_digest and theirs.live_digest != report.live_digest:
             mine.compared = report.proved
-            return (
-                f"engines of build {report.build} differ under {report.proved}: live tensors {report.live_digest} at "
-                f"{peer}, {theirs.live_digest} at {other}; the weights of one of them are not what was sent"
-            )
-    return ""
+            return other
+    return None
 
 
 def table(receivers: Mapping[PeerId, Standing], names: Mapping[PeerId, str]) -> list[str]:
@@ -106,4 +104,4 @@ def table(receivers: Mapping[PeerId, Standing], names: Mapping[PeerId, str]) -> 
 
 
 def _higher(a: Version | None, b: Version | None) -> Version | None:
-    return b if a is None or (b is not None and b > a) else a
+    return b if a is None or b is None or b > a else a
