@@ -134,8 +134,8 @@ class Membership:
         return record.reason if record else ""
 
     def asleep(self, now: float) -> bool:
-        """Whether this peer did not run for so long that others may hold it dead, or is over: look before acting on what
-        it remembers."""
+        """Whether this peer did not run for so long that others may hold it dead, or is over already. To be looked at
+        before it acts on what it remembers."""
         busy_s = max(0.0, self.roster.busy_until - self._now)
         return self.over or now - self._now > busy_s + self.preset.detection_s(self.roster.size)
 

@@ -23,6 +23,21 @@ STRAGGLERS_S = Weather().straggler_s + 0.5
 def watch(world: World) -> None:
     """Check the membership's own promises after every event of ``world``."""
     world.invariants.append(partial(_check, {}))
+    world.invariants.append(partial(_check_deaths, {}))
+
+
+def _check_deaths(checked: dict[str, int], world: World) -> None:
+    """Nobody is taken for dead without a whole suspicion in which it could have refuted."""
+    node = world.touched
+    if node is None or checked.get(node.id, 0) == len(node.departures):
+        return
+    shortest = node.preset.suspicion_s(1, 0)
+    for when, gone in node.departures[checked.get(node.id, 0) :]:
+        if gone.dead:
+            heard = node.suspected.pop(gone.card.id, None)
+            assert heard is not None, f"{node.label} took {gone.card.name} for dead without suspicion"
+            assert when - heard >= shortest - 1e-6, f"{node.label} took {gone.card.name} for dead too soon"
+    checked[node.id] = len(node.departures)
 
 
 def _check(seen: dict[tuple[str, str], int], world: World) -> None:
@@ -138,7 +153,7 @@ def _quiet(world: World, for_s: float) -> None:
     before = {node.id: len(node.departures) for node in world.living}
     world.run(world.now + for_s)
     for node in world.living:
-        for gone in node.departures[before[node.id] :]:
+        for _, gone in node.departures[before[node.id] :]:
             if gone.card.id in before:
                 raise world.failure(f"{node.label} took {gone.card.name} for dead in calm weather: {gone.reason}")
 

@@ -100,7 +100,8 @@ class Node:
         self.agreed = agreed or {}
         self.running, self.stopped, self.left = True, False, False
         self.view: dict[PeerId, None] = {}  # by Joined and Departed alone
-        self.departures: list[Departed] = []
+        self.suspected: dict[PeerId, float] = {}  # when a member was last accused, by this node's clock
+        self.departures: list[tuple[float, Departed]] = []
         self.refusals: list[str] = []
         self.fuse: int | None = None  # effects until the process dies
         self.parts: list[Part] = []
@@ -133,7 +134,7 @@ class Node:
             agreed=self.agreed,
         )  # fmt: skip
         self.membership = self._machine(card, self.preset, rng, self.now)
-        self.view = {}
+        self.view, self.suspected, self.departures = {}, {}, []
         self._life += 1
         self.world.log(self, f"starts at {self.address}")
         self.execute(self.membership.contact(self.seeds, self.now))
@@ -256,9 +257,10 @@ class Node:
             case Departed(card, dead, reason):
                 assert card.id in self.view, f"{self.label}: {card.name} departed without having joined"
                 del self.view[card.id]
-                self.departures.append(effect)
+                self.departures.append((self.now, effect))
                 self.world.log(self, f"- {card.name}/{card.id[:4]} {'died' if dead else 'left'}: {reason}")
             case Suspected(card, by):
+                self.suspected[card.id] = self.now
                 self.world.log(self, f"? {card.name}/{card.id[:4]} accused by {by}")
                 return
             case Refusal(address, reason):
