@@ -10,10 +10,13 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
+from mesh.config import convert
 from mesh.version import Ballot, Version
+from roles.rollout.engines import load_engine
 from roles.rollout.engines.base import EngineDead, Request, RequestFailed, sample_seed
 from roles.rollout.engines.decode import draw
 from roles.rollout.engines.transformers import TransformersEngine, dummy_model, end_tokens, scramble
+from roles.starter import character_tokenizer
 from transport.messages import Probe
 from transport.weights.buffers import copy_in, new_flat, tensor_digests
 from transport.weights.manifest import Manifest
@@ -535,3 +538,20 @@ def test_end_tokens_come_from_the_model_its_generation_settings_and_the_caller(t
     model.generation_config.eos_token_id = [2, 9]
     model.save_pretrained(tmp_path)
     assert end_tokens(tmp_path, extra=[5, None]) == [2, 5, 9]
+
+
+def test_an_engine_is_made_from_the_settings_and_says_what_is_wrong_with_them(tmp_path):
+    model = llama(0, eos_token_id=2, vocab_size=64)
+    model.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    config = convert({"model": {"path": str(tmp_path)}, "weights": {"wire_dtype": "bfloat16"}})
+    engine, tokenizer = load_engine(config)
+    assert "bfloat16" in engine.build
+    assert engine.longest == 512
+    assert tokenizer("12=")["input_ids"]
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(ValueError, match=f"model.path = {tmp_path} cannot be loaded") as error:
+        load_engine(config)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r'rollout\.engine = "vllm" is not available'):
+        load_engine(convert({"model": {"path": str(tmp_path)}, "rollout": {"engine": "vllm"}}))

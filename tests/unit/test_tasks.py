@@ -334,11 +334,26 @@ def test_turns_end_when_the_tokens_of_the_completion_or_the_positions_are_used_u
     assert len(talk.tokens) - 3 <= engine.longest
 
 
-def test_a_users_rollout_is_found_by_name(tmp_path, monkeypatch):
-    (tmp_path / "my_talk.py").write_text("async def twice(prompt, sample):\n    return (prompt, sample)\n")
+def test_a_users_rollout_is_found_by_name_and_held_to_its_contract(tmp_path, monkeypatch, tokenizer):
+    (tmp_path / "my_talk.py").write_text(
+        "from roles.rollout.tasks import Transcript\n"
+        "async def silent(prompt, sample):\n    return Transcript(prompt, sample)\n"
+        "async def wrong(prompt, sample):\n    return 'text'\n"
+        "def plain(prompt, sample):\n    return Transcript(prompt, sample)\n"
+    )
     monkeypatch.chdir(tmp_path)
-    task = load_task(TaskSettings(rollout="my_talk:twice", train_prompts=1, heldout_prompts=1))
-    assert asyncio.run(task.rollout(1, 2)) == (1, 2)
+
+    def talk(name):
+        task = load_task(TaskSettings(rollout=f"my_talk:{name}", train_prompts=1, heldout_prompts=1))
+        return asyncio.run(task.rollout(task.train[0], sampler(Scripted(tokenizer), tokenizer)))
+
+    silent = talk("silent")
+    assert [s.sampled for s in silent.segments] == [False]
+    assert silent.text() == ""
+    with pytest.raises(ValueError, match='"my_talk:wrong" returned str; it must return its Transcript'):
+        talk("wrong")
+    with pytest.raises(ValueError, match="must be an async function"):
+        talk("plain")
 
 
 def test_chats_go_through_the_template_and_texts_as_the_tokenizer_has_it(tokenizer):
