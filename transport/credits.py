@@ -16,6 +16,7 @@ from mesh.identity import PeerId
 from mesh.version import Lineage, Version
 from transport.accounts import Accounts, AnyEntry, Closed, Delivered, Descends, Ended, Ending, Issued, Trained
 from transport.delivery import (
+    EVALUATIONS,
     Dropped,
     Evaluated,
     Held,
@@ -264,7 +265,7 @@ class TrainerDelivery:
         if stale:
             return effects + self._end([id], "superseded", stale) + self._serve(now, [rollout])
         c.state = "held"
-        del r.out[id]
+        r.ended(id)
         effects.append(Held(rollout, c.credit, group))
         return effects
 
@@ -278,13 +279,15 @@ class TrainerDelivery:
         credits: dict[PeerId, list[Credit]] = {peer: [] for peer in tell if peer in self._rollouts}
         places = self._places()
         peers = self._rollouts if among is None else among
+        for peer in peers if self._evaluation else ():
+            r = self._rollouts[peer]
+            while r.ask and self._evaluation.offers(peer) and len(r.evaluations) < EVALUATIONS:
+                effects += self._issue(peer, None, credits, now)
         rooms = [(-self._rollouts[p].room, p) for p in peers if self._rollouts[p].room > 0 and not self.finished]
         heapq.heapify(rooms)
         while rooms:
             room, peer = heapq.heappop(rooms)
-            if self._evaluation and self._evaluation.offers(peer):
-                effects += self._issue(peer, None, credits, now)
-            elif places and (ref := self._prompts.take()):
+            if places and (ref := self._prompts.take()):
                 places -= 1
                 effects += self._issue(peer, ref, credits, now)
             else:
@@ -311,7 +314,7 @@ class TrainerDelivery:
         else:
             credit = self._training_credit(id, ref)
         self._open[id] = _Open(credit=credit, ref=ref, rollout=peer, at=now)
-        self._rollouts[peer].order(id)
+        self._rollouts[peer].order(id, evaluation=ref is None)
         credits.setdefault(peer, []).append(credit)
         entry = Issued(
             id=id,
@@ -392,7 +395,7 @@ class TrainerDelivery:
             c = self._open.pop(id)
             self._taken.pop(id, None)
             if c.rollout in self._rollouts:
-                self._rollouts[c.rollout].out.pop(id, None)
+                self._rollouts[c.rollout].ended(id)
             if outcome != "lost":
                 self._remember(id, outcome)
             if c.state == "held":

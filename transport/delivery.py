@@ -51,6 +51,9 @@ from mesh.version import Lineage, Version
 from transport.accounts import AnyEntry
 from transport.messages import Answer, Ask, Credit, CreditId, Delivery, Group, HeldCredit
 
+EVALUATIONS = 128
+"""Credits of evaluation that one rollout gets at a time. They are single completions and take none of its places."""
+
 ASK_PERIOD_S = 1.0
 ASK_GAP_S = 0.02  # between two Asks on change: what happens together is told together
 
@@ -155,10 +158,15 @@ class _Trainer:
 
     answered: int = 0
     held: dict[CreditId, Version | None] = field(default_factory=dict)
+    evaluations: dict[CreditId, None] = field(default_factory=dict)
     kept: dict[CreditId, Delivery] = field(default_factory=dict)
     returned: dict[str, int] = field(default_factory=dict)
     current: Version | None = None
     lineage: Lineage = field(default_factory=Lineage)
+
+    def end(self, id: CreditId) -> None:
+        del self.held[id]
+        self.evaluations.pop(id, None)
 
 
 class RolloutDelivery:
@@ -179,8 +187,8 @@ class RolloutDelivery:
 
     @property
     def held(self) -> int:
-        """Credits this rollout has places taken by."""
-        return sum(len(t.held) for t in self._trainers.values())
+        """Credits that take a place of this rollout: those of training."""
+        return sum(len(t.held) - len(t.evaluations) for t in self._trainers.values())
 
     @property
     def kept(self) -> int:
@@ -253,7 +261,7 @@ class RolloutDelivery:
         effects: list[Any] = []
         for id in answer.revoked:
             if id in t.held:
-                del t.held[id]
+                t.end(id)
                 self.counts["aborted"] += 1
                 self._dirty = True
                 effects.append(Abort(trainer, id))
@@ -265,10 +273,14 @@ class RolloutDelivery:
             self._dirty = True
             if credit.id in t.held or credit.id in t.kept:
                 continue
-            if self.held >= self.places:  # several trainers may fill the same odd place
+            if self.held >= self.places and not (
+                credit.evaluation and self.places
+            ):  # several trainers may fill the same odd place
                 self._return(t, "no place")
                 continue
             t.held[credit.id] = None
+            if credit.evaluation:
+                t.evaluations[credit.id] = None
             self.counts["started"] += 1
             effects.append(Start(trainer, credit))
         if answer.finished and not self.run_over:
@@ -295,7 +307,7 @@ class RolloutDelivery:
         """This rollout will not do it (weights unproven, leaving); another may."""
         t = self._trainers.get(trainer)
         if t and credit_id in t.held:
-            del t.held[credit_id]
+            t.end(credit_id)
             self._return(t, why)
 
     def _return(self, t: _Trainer, why: str) -> None:
@@ -307,7 +319,7 @@ class RolloutDelivery:
         t = self._trainers.get(trainer)
         if t is None or delivery.credit not in t.held:
             return []  # aborted while the engine finished it
-        del t.held[delivery.credit]
+        t.end(delivery.credit)
         t.kept[delivery.credit] = delivery
         self.counts["delivered" if delivery.group else "failed"] += 1
         self._dirty = True

@@ -12,7 +12,8 @@ AGAIN_AFTER_S = 2.0  # a bulk message may be this much later than the Ask that m
 @dataclass
 class RolloutView:
     """``out`` has the credits that are open there and ``unseen`` those the last Ask could not know of, each with the
-    Answer that carries it; ``kept`` since when a group waits for its verdict, or was last asked for."""
+    Answer that carries it, ``evaluations`` those of evaluation; ``kept`` since when a group waits for its verdict, or
+    was last asked for."""
 
     ask: int = 0
     answers: int = 0
@@ -22,6 +23,7 @@ class RolloutView:
     kept: dict[CreditId, float] = field(default_factory=dict)
     out: dict[CreditId, int] = field(default_factory=dict)
     unseen: dict[CreditId, int] = field(default_factory=dict)
+    evaluations: dict[CreditId, None] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -40,9 +42,18 @@ class RolloutView:
             id for id, seq in self.out.items() if seq <= ask.answered and id not in self.held and id not in self.kept
         ]
 
-    def order(self, id: CreditId) -> None:
-        """A credit that goes out with the next Answer."""
-        self.out[id] = self.unseen[id] = self.answers + 1
+    def order(self, id: CreditId, *, evaluation: bool) -> None:
+        """A credit that goes out with the next Answer. Those of evaluation take no place."""
+        self.out[id] = self.answers + 1
+        if evaluation:
+            self.evaluations[id] = None
+        else:
+            self.unseen[id] = self.answers + 1
+
+    def ended(self, id: CreditId) -> None:
+        """A credit that is no longer out."""
+        self.out.pop(id, None)
+        self.evaluations.pop(id, None)
 
     def delivered(self, id: CreditId, now: float) -> None:
         self.held.pop(id, None)

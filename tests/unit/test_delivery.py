@@ -350,10 +350,10 @@ def test_the_end_of_the_run_reaches_every_rollout_and_closes_the_accounts():
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_goes_first_and_is_not_counted_in_the_bound():
+def test_evaluation_goes_first_takes_no_place_and_is_not_counted_in_the_bound():
     trainer, peer = make_trainer(max_lag=0), Peer()
     trainer.evaluate([5, 6], v(0), 0.0)
-    said, _ = peer.ask(trainer, free=9)
+    said, _ = peer.ask(trainer, free=4)
     assert [(c.prompt, c.evaluation) for c in said.credits[:2]] == [(5, True), (6, True)]
     assert len(said.credits) == 2 + 4
     assert trainer.load == 4
@@ -369,7 +369,7 @@ def test_an_evaluation_that_every_rollout_has_passed_is_stuck_and_starts_again_w
     trainer.evaluate([5], v(0), 0.0)
     for peer in peers:
         assert not trainer.evaluation_state().stuck
-        said, _ = peer.ask(trainer, free=1)
+        said, _ = peer.ask(trainer, free=0)
         (credit,) = said.credits
         assert credit.evaluation
         trainer.receive(peer.name, Delivery(credit.id, None, PASSED), 1.0)
