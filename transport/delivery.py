@@ -273,9 +273,8 @@ class RolloutDelivery:
             self._dirty = True
             if credit.id in t.held or credit.id in t.kept:
                 continue
-            if self.held >= self.places and not (
-                credit.evaluation and self.places
-            ):  # several trainers may fill the same odd place
+            full = self.held >= self.places  # several trainers may fill the same odd place
+            if full and not credit.evaluation:
                 self._return(t, "no place")
                 continue
             t.held[credit.id] = None

@@ -46,7 +46,6 @@ class Rollout:
         self.pins: dict[Version, int] = {}
         self.unsent: list[Send] = []
         self.over = ""
-        self.failure: BaseException | None = None
         self.proof: Proof | None = None
         self.started = time.monotonic()
         self.rate = 0.0
@@ -124,8 +123,8 @@ class Rollout:
         while not self.over:
             self.node.stop.check()
             self.peer.check()
-            if self.failure is not None:
-                raise self.failure
+            if self.rewards.failure is not None:
+                raise self.rewards.failure
             if self.engine.failure is not None:
                 raise EngineDead(f"the engine ended: {self.engine.failure}") from self.engine.failure
             now = time.monotonic()
