@@ -68,7 +68,8 @@ class Node:
         from mesh.peer import Peer
 
         key = secret.load(self.run.path)
-        meeting = rendezvous.parse(self.config.mesh.rendezvous or f"file://{self.run.rendezvous}")
+        url = self.config.mesh.rendezvous
+        meeting = rendezvous.parse(url) if url else rendezvous.Directory(self.run.rendezvous)
         return Peer(
             config=self.config,
             role=self.role,

@@ -51,7 +51,7 @@ from mesh.version import Lineage, Version
 from transport.accounts import AnyEntry
 from transport.messages import Answer, Ask, Credit, CreditId, Delivery, Group, HeldCredit
 
-EVALUATIONS = 128
+EVALUATIONS = 256
 """Credits of evaluation that one rollout gets at a time. They are single completions and take none of its places."""
 
 ASK_PERIOD_S = 1.0

@@ -151,6 +151,11 @@ class Rollout:
         """From the engine's thread: whoever waits for a version looks again, all in one turn of the loop."""
         self._aio.call_soon_threadsafe(self._wake)
 
+    def saw_term(self, counter: int) -> None:
+        """From the engine's thread: the card carries the highest term applied, so that a new trainer opens a higher."""
+        if counter > self.peer.card.highest_term:
+            self.peer.update_card(highest_term=counter)
+
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -341,6 +346,7 @@ class _Source:
     def took(self, arrived: Arrived, proof: Proof) -> None:
         self._rollout.receiver.took(arrived, proof)
         self._rollout.proof = proof
+        self._rollout.saw_term(arrived.version.term.counter)
         self._rollout.version_changed()
 
     def refused(self, arrived: Arrived, reason: Proof | str) -> None:

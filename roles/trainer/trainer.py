@@ -155,7 +155,6 @@ class Trainer:
             probe = Probe(tokens=self.tokens, logprobs=self.policy.probe(self.tokens, self.wire_dtype))
         with self.timed("snapshot_s"):
             self.publisher.publish(self.version, self.policy.named_state(), probe)
-        self.peer.update_card(version=self.version)
 
     def wait(self) -> list[Trajectory]:
         """The groups of this step: oldest first, none over ``max_lag``, none of another lineage."""
