@@ -49,7 +49,10 @@ def plot_rows(rows: list[dict], target: Path, title: str) -> Path:
         if accuracies:
             _points(axes, accuracies)
         low, high = axes.get_ylim()
-        axes.set_ylim(min(low, -0.02), max(high, 1.02))
+        low, high = min(low, -0.02), max(high, 1.02)
+        axes.set_yticks([t for t in axes.get_yticks() if low <= t <= high])
+        headroom = 0.36 * (high - low) if events else 0.0  # for the names of events, clear of the curves
+        axes.set_ylim(low, high + headroom)
         _mark(axes, events)
         axes.set(xlabel="optimizer step", title=title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -93,9 +96,8 @@ def _mark(axes, events: list[tuple[int, str, str]]) -> None:
         names = ", ".join(label for _, label in happened[:2]) + (f" +{len(happened) - 2}" if len(happened) > 2 else "")
         axes.axvline(step, color=colour, lw=1.0, ls=(0, (4, 3)), zorder=1)
         axes.annotate(
-            names, (step, 0.98), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points",
+            names, (step, 0.99), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points",
             rotation=90, ha="right", va="top", fontsize=8, color=colour,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
         )  # fmt: skip
 
 
