@@ -2,8 +2,8 @@
 
 402,048 parameters over 64 characters, warmed up in about ten seconds to answer prompts of the sort task (``52814=``)
 with the right digits in the wrong order: 4% of what it is taught is ascending (right), 66% descending, the rest
-shuffled. Sampled at temperature 1 it is right in about one answer of a hundred, so what it can do after training it
-learned from reinforcement. Warm-up draws its prompts at random and mostly teaches wrong answers to them; held-out
+shuffled. Sampled at temperature 1 it is right in less than one answer of a hundred, so what it can do after training
+it learned from reinforcement. Warm-up draws its prompts at random and mostly teaches wrong answers to them; held-out
 prompts of the task are not kept out of it, since a wrong answer gives nothing away.
 
 The same seed gives the same weights on one machine: one thread, own generators. The directory is named by the digest of
