@@ -96,7 +96,8 @@ class Nack(Message, frozen=True):
 
 
 class Sync(Message, frozen=True):
-    """A full exchange; answered by a Sync with ``reply=True``."""
+    """A full exchange, answered by a Sync with ``reply=True``. Unasked, with ``reply=True`` and a few members, it is
+    news that does not wait for the next ping."""
 
     members: list[News]
     reply: bool = False
