@@ -60,6 +60,7 @@ class RewardPool:
         self.counts: Counter[str] = Counter()
         self._workers = [Worker(task) for _ in range(max(1, rollout.reward_workers))]
         self._free: asyncio.Queue[Worker] = asyncio.Queue()
+        self._calls: set[asyncio.Task] = set()
         self._logged: set[str] = set()
         self.failure: ValueError | None = None
 
@@ -76,25 +77,39 @@ class RewardPool:
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[Scored]:
         """The rewards of a prompt's completions, in order; they are scored in one call, as a group.
 
-        Raises ValueError when a worker ended and cannot be started again."""
+        Cancelled, it leaves the worker to finish within its deadline: a new process costs more than an answer that
+        nobody wants. Raises ValueError when a worker ended and cannot be started again."""
+        worker = await self._free.get()
+        call = asyncio.create_task(self._score(worker, prompt, list(completions)))
+        self._calls.add(call)  # the loop itself holds tasks weakly
+        call.add_done_callback(self._called)
+        return await asyncio.shield(call)
+
+    async def _score(self, worker: "Worker", prompt: Prompt, completions: list[str]) -> list[Scored]:
         n = len(completions)
         columns = {name: [value] * n for name, value in prompt.columns.items()}
-        worker = await self._free.get()
         try:
             if not worker.alive:
                 await self._restart(worker)
-            scored = await self._call(worker, [prompt.content] * n, list(completions), columns)
+            scored = await self._call(worker, [prompt.content] * n, completions, columns)
         finally:
-            if worker.calling:  # cancelled in the middle: its answer is nobody's
+            if worker.calling:  # broken off in the middle: its answer is nobody's
                 worker.kill()
             self._free.put_nowait(worker)
         self.counts.update(s.reason or "ok" for s in scored)
         return scored
 
     async def close(self) -> None:
+        for call in self._calls:
+            call.cancel()
         for worker in self._workers:
             worker.kill()
         await asyncio.gather(*(worker.ended() for worker in self._workers))
+
+    def _called(self, call: asyncio.Task) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # whoever waited has it; asyncio complains where nobody does
 
     async def _call(self, worker: "Worker", prompts: list, completions: list[str], columns: dict) -> list[Scored]:
         try:

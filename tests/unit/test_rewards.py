@@ -30,6 +30,7 @@ def by_kind(prompts, completions, **columns):
     if word == "exit": sys.exit(3)
     if word == "crash": os.kill(os.getpid(), signal.SIGSEGV)
     if word == "sleep": time.sleep(3600)
+    if word == "linger": open("lingering", "w").close(); time.sleep(0.3)
     if word == "C": re.match("(a+)+$", "a" * 40 + "b")
     if word == "print": [print("x" * (1 << 20)) for _ in range(256)]
     if word == "print and hang": print("the last words", flush=True); time.sleep(3600)
@@ -211,15 +212,32 @@ def test_what_a_stopped_function_forked_ends_with_it(directory):
     assert gone(int(note.read_text()))
 
 
-def test_a_cancelled_call_leaves_the_pool_usable(directory):
+def test_a_cancelled_call_keeps_its_worker(directory):
+    async def body(pool, score):
+        (child,) = psutil.Process().children()
+        task = asyncio.ensure_future(score("linger"))
+        async with asyncio.timeout(20):
+            while not (directory / "lingering").exists():
+                await asyncio.sleep(0.005)
+        task.cancel()
+        assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+        assert await score("fine") == [Scored(1.0)]
+        assert child in psutil.Process().children()
+        assert pool.counts == {"ok": 2}
+
+    run(body)
+
+
+def test_a_cancelled_call_that_hangs_is_stopped_at_its_deadline(directory):
     async def body(pool, score):
         task = asyncio.ensure_future(score("sleep"))
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert await score("fine") == [Scored(1.0)]
+        assert pool.counts == {"timeout": 1, "restarts": 1, "ok": 1}
 
-    run(body)
+    run(body, timeout_s=1.0)
 
 
 def test_the_mesh_secrets_are_not_in_the_workers_environment(directory, monkeypatch):
