@@ -123,7 +123,8 @@ class Local:
 
     def _look(self) -> None:
         self._seq += 1
-        self.seen.cards = {card.id: card for card in self.peer.live()}
+        if self.peer.live("trainer") or not self.seen.step:  # keep the last picture of a mesh that has finished
+            self.seen.cards = {card.id: card for card in self.peer.live()}
         for card in self.peer.live():
             if card.role != "observer":
                 self.peer.send(card.id, Look(seq=self._seq))

@@ -15,7 +15,7 @@ class _OneLine(logging.Formatter):
 
 
 def setup(name: str, file: Path, *, stderr: bool = True) -> logging.Logger:
-    """The logger ``mesh``, and those of the other rooms: records of at least INFO on stderr in one line, everything in ``file``."""
+    """The logger ``mesh``, and those of the other rooms: INFO and above on stderr in one line, all in ``file``."""
     kept = logging.FileHandler(file, delay=False)
     kept.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     handlers: list[logging.Handler] = [kept]

@@ -145,7 +145,10 @@ def _curve(seen: Seen, status: Status | None, width: int, height: int = 6) -> Pa
 
 
 def _events(seen: Seen, status: Status | None, last: int = 5) -> Text:
-    events = sorted({e for _, s in seen.status.values() for e in s.events})[-last:]
+    first: dict[str, float] = {}  # several peers see the same thing happen
+    for when, what in sorted(e for _, s in seen.status.values() for e in s.events):
+        first.setdefault(what, when)
+    events = [(when, what) for what, when in first.items()][-last:]
     text = Text()
     for when, what in events:
         text.append(time.strftime(" %H:%M:%S ", time.localtime(when)), style="dim")

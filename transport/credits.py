@@ -279,10 +279,11 @@ class TrainerDelivery:
         credits: dict[PeerId, list[Credit]] = {peer: [] for peer in tell if peer in self._rollouts}
         places = self._places()
         peers = self._rollouts if among is None else among
-        for peer in peers if self._evaluation else ():
-            r = self._rollouts[peer]
-            while r.ask and self._evaluation.offers(peer) and len(r.evaluations) < EVALUATIONS:
-                effects += self._issue(peer, None, credits, now)
+        if self._evaluation is not None:
+            for peer in peers:
+                r = self._rollouts[peer]
+                while r.ask and self._evaluation.offers(peer) and len(r.evaluations) < EVALUATIONS:
+                    effects += self._issue(peer, None, credits, now)
         rooms = [(-self._rollouts[p].room, p) for p in peers if self._rollouts[p].room > 0 and not self.finished]
         heapq.heapify(rooms)
         while rooms:

@@ -20,6 +20,7 @@ from the one thread that owns the formation, never from the endpoint's. ``close`
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -297,4 +298,6 @@ def _who(member: Member) -> str:
 
 
 def _first_line(e: BaseException) -> str:
-    return str(e).splitlines()[0] if str(e) else type(e).__name__
+    """What torch says, without the source file it says it from and its advice."""
+    text = str(e).splitlines()[0] if str(e) else type(e).__name__
+    return re.sub(r"\[/\S+\] ?", "", text).split(" This is typically")[0]

@@ -47,6 +47,7 @@ class Rollout:
         self.unsent: list[Send] = []
         self.over = ""
         self.proof: Proof | None = None
+        self.unproven = ""
         self.started = time.monotonic()
         self.rate = 0.0
         self._measured = (time.monotonic(), 0)
@@ -329,8 +330,8 @@ class Rollout:
         )
 
     def _state(self) -> str:
-        if self.engine.state == "unproven":
-            return "unproven weights"
+        if self.unproven:
+            return f"unproven: {self.unproven}"[:60]
         if self.engine.version is None:
             return "waiting for weights"
         return "sampling" if self.engine.figures.running else "waiting for credit"
@@ -345,13 +346,15 @@ class _Source:
 
     def took(self, arrived: Arrived, proof: Proof) -> None:
         self._rollout.receiver.took(arrived, proof)
-        self._rollout.proof = proof
+        self._rollout.proof, self._rollout.unproven = proof, ""
         self._rollout.saw_term(arrived.version.term.counter)
         self._rollout.version_changed()
 
     def refused(self, arrived: Arrived, reason: Proof | str) -> None:
         self._rollout.receiver.refused(arrived, reason)
         text = reason if isinstance(reason, str) else reason.reason
+        if isinstance(reason, Proof):  # it was loaded: nothing is sampled until a good version comes
+            self._rollout.unproven = text
         self._rollout.peer.note(f"{arrived.version} refused: {text}", "error")
         self._rollout.version_changed()
 

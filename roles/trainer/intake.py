@@ -1,7 +1,7 @@
 """Where delivery, buffer and ledger meet: what arrives at a trainer and what goes out, on the peer's loop.
 
-The main thread asks for a batch, settles it, and starts evaluations; each call runs on the loop and returns. Effects are
-executed in the order in which the machines gave them, so a record is in the ledger before the act that it announces.
+The main thread asks for a batch, settles it, and starts evaluations; each call runs on the loop and returns. Effects
+are executed in the order in which the machines gave them: a record is in the ledger before the act it announces.
 """
 
 import threading
@@ -151,8 +151,8 @@ class Intake:
         self.peer.call(run)
 
     def evaluated(self, newest: Version) -> dict[str, float] | None:
-        """*main*: the figures of an evaluation that has just become complete, else None. One that no rollout can finish,
-        because all have passed its version, starts again with ``newest``."""
+        """*main*: the figures of an evaluation that has just become complete, else None. One that no rollout can finish
+        any more, because all have passed its version, starts again with ``newest``."""
 
         def run() -> dict[str, float] | None:
             state = self.delivery.evaluation_state()
