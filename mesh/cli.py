@@ -1,7 +1,7 @@
 """The commands ``mesh-node`` and ``mesh``."""
 
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,7 @@ Set = Annotated[
 RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; default runs/<name>.")]
 
 
-class RoleName(str, Enum):
+class RoleName(StrEnum):
     rollout = "rollout"
     trainer = "trainer"
 

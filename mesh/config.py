@@ -82,6 +82,7 @@ class Checkpoint(Struct, forbid_unknown_fields=True):
 
 class Weights(Struct, forbid_unknown_fields=True):
     wire_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the master weights'
+    backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: NCCL on GPUs, gloo otherwise; alike for all peers
     bucket_mib: int = 16  # one collective operation, one digest
     op_timeout_s: float = 2.0  # of one bucket; a dead member costs at most this
     ready_wait_s: float = 3.0  # for a receiver to take part, then it sits out

@@ -40,7 +40,7 @@ class RunDir:
 
     @property
     def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+        return self.metrics / "tensorboard"
 
     @property
     def checkpoints(self) -> Path:

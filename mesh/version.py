@@ -1,9 +1,9 @@
 """Which weights: ballots, terms, version numbers and the lineage they descend from.
 
 A *term* is the ballot of the gradient formation that opened it. A *version* is ``(term, number)``, where the number
-counts optimizer steps since the run began. When a term opens it publishes the weights it holds, under the number those
-weights already had: after a crash at step 40 and a resume from the checkpoint of step 38, the new term starts at 38, and
-versions 39 and 40 of the old term are on no living lineage.
+counts optimizer steps since the run began. When a term opens it publishes the weights it holds, under the number
+those weights already had: after a crash at step 40 and a resume from the checkpoint of step 38, the new term starts at
+38, and versions 39 and 40 of the old term are on no living lineage.
 """
 
 from msgspec import Struct

@@ -15,6 +15,7 @@ from mesh.exits import FINISHED, Requeue
 from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
 from mesh.version import Version
+from roles.device import backend_of, device_of
 from roles.formations import group_builder
 from roles.metrics import MetricsWriter, process_figures
 from roles.rollout.engines import load_engine
@@ -370,9 +371,11 @@ def probe_floor(config: Any) -> float:
 def main(node: Node) -> int:
     """Load what is slow, then join, then work."""
     task = load_task(node.config.task)
-    engine, tokenizer = load_engine(node.config)
+    device = device_of(node.launch)
+    backend = backend_of(node.config.weights.backend, device)
+    engine, tokenizer = load_engine(node.config, device)
     peer = node.peer()
-    receiver = Receiver(peer, node.config.weights, group_builder(peer), engine_build=engine.build)
+    receiver = Receiver(peer, node.config.weights, group_builder(peer, backend), engine_build=engine.build)
     try:
         return asyncio.run(Rollout(node, peer, engine, receiver, task, tokenizer).run())
     finally:

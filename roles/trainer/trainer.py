@@ -29,8 +29,10 @@ from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
 from mesh.rundir import write_whole
 from mesh.version import Lineage, Version
+from roles.device import backend_of, device_of
 from roles.formations import group_builder
 from roles.metrics import MetricsWriter, process_figures
+from roles.models import DTYPES
 from roles.rollout.tasks import load_task
 from roles.trainer import checkpoint, ledger
 from roles.trainer.batch import samples_of
@@ -39,7 +41,7 @@ from roles.trainer.dataset import Dataset
 from roles.trainer.figures import Watch, step_figures
 from roles.trainer.intake import Intake, open_ledger
 from roles.trainer.losses import DriftThreshold
-from roles.trainer.policy import DTYPES, Policy, load_policy
+from roles.trainer.policy import Policy, load_policy
 from transport.messages import Go, Member, Probe, Report, Status
 from transport.weights.manifest import Manifest
 from transport.weights.publisher import Publisher
@@ -63,7 +65,8 @@ class Trainer:
         self.wire_dtype = policy.dtype if wire == "auto" else DTYPES[wire]
         buffers = {name for name, _ in policy.model.named_buffers()}
         manifest = Manifest.from_state(policy.named_state(), buffers, self.wire_dtype)
-        self.publisher = Publisher(peer, manifest, self.config.weights, group_builder(peer))
+        backend = backend_of(self.config.weights.backend, str(policy.device))
+        self.publisher = Publisher(peer, manifest, self.config.weights, group_builder(peer, backend))
         self.proved: set[Version] = set()
         rng = np.random.default_rng(self.config.run.seed)
         self.tokens = rng.integers(0, policy.vocabulary, self.config.weights.probe_tokens).astype(np.int32)
@@ -171,12 +174,14 @@ class Trainer:
         """One optimizer step. Returns the tokens of each credit that got no gradient."""
         settings = self.config.trainer
         groups = [t.group for t in batch]
+        train_start = time.time()
         with self.timed("learn_s"):
             samples = samples_of(groups, self.lineage, self.step, divide_by_std=settings.divide_by_std)
             scores = self.policy.accumulate(samples, self.threshold)
         with self.timed("optimizer_s"):
             stepped = self.policy.step(scores.tokens)
-        skipped = stepped["skipped_steps"] > self.figures.get("skipped_steps", 0.0)
+        train_stop = time.time()
+        skipped = stepped["step_skipped"] > 0
         self.step += 1
         self.groups_trained += len(groups)
         dropped = self.intake.take_superseded()
@@ -185,6 +190,10 @@ class Trainer:
             **stepped,
             "loss": scores.loss_sum / max(1, scores.tokens),
             "drift_threshold": scores.threshold,
+            "at/generate_first": min(g.generate_start for g in groups),
+            "at/generate_last": max(g.generate_stop for g in groups),
+            "at/train_start": train_start,
+            "at/train_stop": train_stop,
         }
         self.totals["max_lag"] = max(self.totals["max_lag"], *(s.lag for s in samples))
         masked: dict[int, int] = dict.fromkeys((t.credit.id for t in batch), 0)
@@ -502,7 +511,7 @@ def main(node: Node) -> int:
         node.log.warning(text)
     if node.resume and found.state is None:
         node.log.warning(f"nothing to resume in {node.run.checkpoints}: starting at step 0")
-    policy = load_policy(config)
+    policy = load_policy(config, device_of(node.launch))
     task = load_task(config.task)
     data = Dataset(name=config.task.data, size=len(task.train), digest=task.digest, seed=config.run.seed)
     peer = node.peer()

@@ -14,9 +14,7 @@ def load_engine(config: Config, device: str = "cpu", threads: int = 0) -> "tuple
     ``threads``: CPU threads where ``rollout.threads`` leaves them open. Raises ValueError naming the setting."""
     if config.rollout.engine == "vllm":
         raise ValueError('rollout.engine = "vllm" is not available in this version: use "transformers" or "auto"')
-    import torch
-    from transformers import AutoTokenizer
-
+    from roles.models import DTYPES, load_tokenizer
     from roles.rollout.engines.transformers import TransformersEngine, dummy_model, end_tokens
     from roles.starter import resolve
 
@@ -24,8 +22,8 @@ def load_engine(config: Config, device: str = "cpu", threads: int = 0) -> "tuple
     wire = config.weights.wire_dtype if config.weights.wire_dtype != "auto" else config.model.dtype
     dtype = config.rollout.dtype if config.rollout.dtype != "auto" else wire
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
-        model = dummy_model(path, dtype=getattr(torch, dtype), device=device, trust_remote_code=trust)
+        tokenizer = load_tokenizer(path, config.model)
+        model = dummy_model(path, dtype=DTYPES[dtype], device=device, trust_remote_code=trust)
         eos = end_tokens(path, extra=[tokenizer.eos_token_id], trust_remote_code=trust)
     except (OSError, ValueError, ImportError) as e:
         raise ValueError(f"model.path = {config.model.path} cannot be loaded: {str(e).splitlines()[0]}") from e
