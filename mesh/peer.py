@@ -62,6 +62,11 @@ CONVENING = (Invite, Accept, Decline, Go)
 KINDS: tuple[Kind, ...] = ("weights", "gradients")
 
 
+def clock() -> float:
+    """Seconds of a clock that goes on while the machine is suspended: a peer that slept must notice."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 class Peer:
     """Implements ``transport.port.Port``. ``start`` joins the mesh, ``leave`` says goodbye and closes everything."""
 
@@ -101,7 +106,7 @@ class Peer:
             bulk_address=self._endpoint.bulk_address,
             agreed=agreed or {},
         )
-        now = time.monotonic()
+        now = clock()
         rng = random.Random(self.id)
         self.membership = swim.Membership(card, swim.PRESETS[config.mesh.preset], rng, now)
         self.convening = {kind: conv.Convening(self.id, kind) for kind in KINDS}
@@ -139,7 +144,7 @@ class Peer:
         used (no permission, a name that does not resolve)."""
         self._rendezvous.publish(self.card, self.run)
         addresses = [a for a in self._rendezvous.addresses() if a != self.address]
-        self._run_effects(self.membership.contact(addresses, time.monotonic()))
+        self._run_effects(self.membership.contact(addresses, clock()))
         self.every(1.0 if self._alone() else 5.0, self._seek)
         self.every(60.0, self._rendezvous.renew)
         self._thread.start()
@@ -152,7 +157,7 @@ class Peer:
         known = {card.address for card in self._live}
         found = [a for a in self._rendezvous.addresses() if a not in known]
         if found:
-            self._run_effects(self.membership.contact(found, time.monotonic()))
+            self._run_effects(self.membership.contact(found, clock()))
 
     def join(self, timeout_s: float) -> None:
         """Wait until somebody of the mesh has answered. Addresses that a user named must answer; where none are, or
@@ -163,8 +168,8 @@ class Peer:
         if not seeds:
             return
         needed = isinstance(self._rendezvous, Seeds)
-        deadline = time.monotonic() + (timeout_s if needed else min(timeout_s, CARDS_ANSWER_S))
-        while time.monotonic() < deadline:
+        deadline = clock() + (timeout_s if needed else min(timeout_s, CARDS_ANSWER_S))
+        while clock() < deadline:
             if self.refused:
                 raise ValueError(self.refused)
             if not self._alone():
@@ -179,7 +184,7 @@ class Peer:
     def leave(self, reason: str, linger_s: float = 0.3) -> None:
         """Say goodbye, take the card back, stop the loop and close the sockets. Safe to call twice."""
         if self._thread.is_alive() and not self._stop.is_set():
-            self.post(lambda: self._run_effects(self.membership.leave(reason, time.monotonic())))
+            self.post(lambda: self._run_effects(self.membership.leave(reason, clock())))
             self._stop.wait(linger_s)  # goodbyes leave the pipes; lost ones are replaced by detection
         self._stop.set()
         self._endpoint.wake()
@@ -213,7 +218,7 @@ class Peer:
         self._departed_handlers.append(handler)
 
     def every(self, period_s: float, fn: Callable[[], None]) -> None:
-        self._timers.append([time.monotonic() + period_s, period_s, fn])
+        self._timers.append([clock() + period_s, period_s, fn])
 
     def post(self, fn: Callable[[], None]) -> None:
         self._posted.append(fn)
@@ -248,7 +253,7 @@ class Peer:
         return [card for card in self._live if role is None or card.role == role]
 
     def convene(self, kind: Kind, members: Sequence[Member]) -> None:
-        self._run_effects(self.convening[kind].convene(members, time.monotonic()))
+        self._run_effects(self.convening[kind].convene(members, clock()))
 
     def note(self, text: str, level: str = "info") -> None:
         self.events.append((time.time(), text))
@@ -256,7 +261,7 @@ class Peer:
 
     def update_card(self, **changes: Any) -> None:
         """*any thread*: change this peer's card (version, offers, busy_for_s, ...) and let the news spread."""
-        self.post(lambda: self._run_effects(self.membership.update(time.monotonic(), **changes)))
+        self.post(lambda: self._run_effects(self.membership.update(clock(), **changes)))
 
     def request_store(self, message: StoreSet | StoreGet, timeout_s: float) -> StoreAnswer:
         """The answer of the store that the ballot's convener keeps; the request is repeated until it comes. Called on
@@ -267,13 +272,13 @@ class Peer:
         future: Future[StoreAnswer] = Future()
         key = (message.kind, message.ballot, message.number)
         self._store_calls[key] = future
-        deadline = time.monotonic() + timeout_s
+        deadline = clock() + timeout_s
 
         def ask() -> None:
             self.send(convener, message)
 
         try:
-            while (left := deadline - time.monotonic()) > 0:
+            while (left := deadline - clock()) > 0:
                 self.post(ask)
                 try:
                     return future.result(min(0.25, left))
@@ -289,12 +294,12 @@ class Peer:
 
     def _loop(self) -> None:
         try:
-            last = time.monotonic()
+            last = clock()
             next_tick = last
             while not self._stop.is_set():
-                wait = max(0.0, min([next_tick, *(t[0] for t in self._timers)]) - time.monotonic())
+                wait = max(0.0, min([next_tick, *(t[0] for t in self._timers)]) - clock())
                 received = self._endpoint.receive(wait)
-                now = time.monotonic()
+                now = clock()
                 self.longest_gap_s = max(self.longest_gap_s, now - last - wait)
                 last = now
                 for envelope in received:
