@@ -24,6 +24,7 @@ from transport.delivery import Dropped, Evaluated, Held, Record
 from transport.messages import Ask, Completion, CreditId, Delivery, Group
 
 TICK_S = 0.1
+PATIENCE_S = 0.2  # between two looks at whether waiting still makes sense
 
 
 class Intake:
@@ -39,6 +40,7 @@ class Intake:
         self.evaluation = _Results()
         self.superseded: list[Group] = []
         self.arrived = threading.Condition()
+        self.arrivals = 0
         peer.on(Ask, self._message)
         peer.on(Delivery, self._delivery)
         peer.on_members(self._members)
@@ -86,6 +88,7 @@ class Intake:
 
     def _wake(self) -> None:
         with self.arrived:
+            self.arrivals += 1
             self.arrived.notify_all()
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -96,12 +99,13 @@ class Intake:
         """*main*: the ``n`` oldest admissible groups, once there are so many. ``patience`` is called several times a
         second while they are missing; it raises when waiting has become pointless."""
         while True:
+            seen = self.arrivals
             taken = self.peer.call(lambda: self._take(n, version, lineage))
             if taken:
                 return taken
             patience()
             with self.arrived:
-                self.arrived.wait_for(lambda: len(self.buffer) >= n, 0.2)
+                self.arrived.wait_for(lambda: self.arrivals != seen and len(self.buffer) >= n, PATIENCE_S)
 
     def _take(self, n: int, version: Version, lineage: Lineage) -> list[Trajectory]:
         if self.buffer.ready(version, lineage) < n:
