@@ -113,7 +113,8 @@ class RewardPool:
 
     async def _call(self, worker: "Worker", prompts: list, completions: list[str], columns: dict) -> list[Scored]:
         try:
-            result = await asyncio.wait_for(worker.call(prompts, completions, columns), self.timeout_s)
+            async with asyncio.timeout(self.timeout_s):
+                result = await worker.call(prompts, completions, columns)
         except TimeoutError:
             return self._lost(worker, "timeout", len(completions), f"took over {self.timeout_s:g} s and was stopped")
         except WorkerLost as e:

@@ -10,6 +10,8 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
+
 from mesh.effects import Send
 from mesh.exits import FINISHED, Requeue
 from mesh.identity import PeerCard, PeerId
@@ -22,7 +24,7 @@ from roles.rollout.engines import load_engine
 from roles.rollout.engines.base import Engine, EngineDead, RequestFailed
 from roles.rollout.rewards import RewardPool
 from roles.rollout.tasks import load_task
-from roles.rollout.tasks.base import Prompt, Sampler, Task, Transcript
+from roles.rollout.tasks.base import Prompt, Sampler, Task, Transcript, encode
 from transport.delivery import Abort, RolloutDelivery, RunOver, Start
 from transport.evaluation import PASSED
 from transport.messages import Answer, Completion, Credit, CreditId, Group, Status
@@ -216,8 +218,9 @@ class Rollout:
         begun = await self._admitted(trainer, credit)
         self.peer.post(lambda: self.delivery.started(trainer, credit.id, begun))
         start = time.time()
+        tokens = encode(prompt.content, self.tokenizer)
         sampled = await asyncio.gather(
-            *(self._completion(prompt, credit, i) for i in range(credit.size)), return_exceptions=True
+            *(self._completion(prompt, tokens, credit, i) for i in range(credit.size)), return_exceptions=True
         )
         stop = time.time()
         whole = [s for s in sampled if not isinstance(s, BaseException)]
@@ -254,7 +257,7 @@ class Rollout:
                     return version
             await self._until_changed()
 
-    async def _completion(self, prompt: Prompt, credit: Credit, index: int) -> Transcript:
+    async def _completion(self, prompt: Prompt, tokens: np.ndarray, credit: Credit, index: int) -> Transcript:
         """Completion ``index`` of the group: the task's rollout, which may take several turns."""
         settings = self.config.rollout
         sampler = Sampler(
@@ -265,6 +268,7 @@ class Rollout:
             max_new_tokens=settings.max_new_tokens,
             temperature=self.config.evaluation.temperature if credit.evaluation else settings.temperature,
             pinned=credit.min_version if credit.evaluation else None,
+            encoded=(prompt.content, tokens),
         )
         return await self.task.rollout(prompt, sampler)
 

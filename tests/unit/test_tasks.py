@@ -301,6 +301,15 @@ def test_one_turn_is_a_prompt_and_what_was_sampled(tokenizer):
     assert (request.seed, request.temperature, request.pinned) == (sample_seed(5, 2, 0), 0.7, V)
 
 
+def test_the_completions_of_a_group_share_the_tokens_of_their_prompt(tokenizer):
+    prompt, tokens = Prompt(0, "21="), np.array([9, 8, 7], np.int32)
+    sample = sampler(Scripted(tokenizer, "12<eos>"), tokenizer)
+    sample.encoded = (prompt.content, tokens)
+    talk = asyncio.run(single_turn(prompt, sample))
+    assert talk.segments[0].tokens is tokens
+    assert Transcript(Prompt(1, "3="), sample).segments[0].tokens.tolist() == [1, 7, 14]
+
+
 async def guess_again(prompt, sample):
     talk = Transcript(prompt, sample)
     while await talk.sample() != prompt.columns["answer"]:

@@ -94,7 +94,8 @@ class Sampler:
     """Samples for one completion of one prompt: ``await sampler(tokens)`` continues ``tokens`` (int32 (n,)).
 
     ``max_new_tokens`` bounds the completion over all its turns; when nothing is left, in tokens or in the model's
-    positions, a further turn is empty and ends by ``length``."""
+    positions, a further turn is empty and ends by ``length``. ``encoded``: a prompt's content and its tokens, which the
+    completions of a group share."""
 
     def __init__(
         self,
@@ -106,8 +107,9 @@ class Sampler:
         max_new_tokens: int,
         temperature: float,
         pinned: Version | None = None,
+        encoded: tuple[str | Messages, np.ndarray] | None = None,
     ) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+        self.engine, self.tokenizer, self.encoded = engine, tokenizer, encoded
         self.seed, self.index, self.turn = seed, index, 0
         self.left, self.temperature, self.pinned = max_new_tokens, temperature, pinned
 
@@ -130,6 +132,8 @@ class Sampler:
         return sampled
 
     def encode(self, content: str | Messages) -> np.ndarray:
+        if self.encoded is not None and content is self.encoded[0]:
+            return self.encoded[1]
         return encode(content, self.tokenizer)
 
     def encode_more(self, text: str) -> np.ndarray:
@@ -148,6 +152,7 @@ class Transcript:
         self.sampler = sampler
         self.segments: list[Segment] = []
         self.finish: FinishReason = "stop"
+        self._last: tuple[Segment, str] | None = None  # what was sampled last, decoded
         self.give(sampler.encode(prompt.content))
 
     @property
@@ -164,14 +169,18 @@ class Transcript:
         """Let the policy continue; returns the text of this turn."""
         sampled = await self.sampler(self.tokens)
         self.finish = sampled.finish
+        text = self.sampler.decode(sampled.tokens)
         if len(sampled.tokens):
             self.segments.append(sampled.segment())
-        return self.sampler.decode(sampled.tokens)
+            self._last = self.segments[-1], text
+        return text
 
     def text(self) -> str:
         """Everything after the prompt, without special tokens: what the reward function sees."""
-        after = [s.tokens for s in self.segments[1:]]
-        return self.sampler.decode(np.concatenate(after)) if after else ""
+        after = self.segments[1:]
+        if len(after) == 1 and self._last is not None and after[0] is self._last[0]:
+            return self._last[1]
+        return self.sampler.decode(np.concatenate([s.tokens for s in after])) if after else ""
 
 
 Rollout = Callable[[Prompt, Sampler], Awaitable[Transcript]]
