@@ -118,6 +118,7 @@ class Peer:
         self._departed_handlers: list[Callable[[PeerCard, bool, str], None]] = []
         self._timers: list[list[Any]] = []
         self._posted: collections.deque[Callable[[], None]] = collections.deque()
+        self._woken = False
         self._store_calls: dict[tuple[Kind, Any, int], Future[StoreAnswer]] = {}
         self._stop = threading.Event()
         self._dead: BaseException | None = None
@@ -222,7 +223,9 @@ class Peer:
 
     def post(self, fn: Callable[[], None]) -> None:
         self._posted.append(fn)
-        self._endpoint.wake()
+        if not self._woken:  # one wake is enough for all that is posted before the loop looks
+            self._woken = True
+            self._endpoint.wake()
 
     def call(self, fn: Callable[[], T], timeout_s: float = 10.0) -> T:
         if threading.current_thread() is self._thread:
@@ -304,6 +307,7 @@ class Peer:
                 last = now
                 for envelope in received:
                     self._dispatch(envelope.sender, envelope.body, envelope.reply, now)
+                self._woken = False  # before looking: what is posted from here on wakes again
                 while self._posted:
                     self._posted.popleft()()
                 if now >= next_tick:
