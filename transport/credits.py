@@ -112,7 +112,7 @@ class TrainerDelivery:
         r = self._rollouts.pop(rollout, None)
         if r is None:
             return []
-        return self._end(list(r.out), "lost", "its rollout died") + self._serve(now)
+        return self._end(list(r.out), "lost", "its rollout is gone") + self._serve(now)
 
     def tick(self, now: float) -> list[Any]:
         """Credits past their deadline fail."""

@@ -7,7 +7,9 @@ asks trainers for credits and sends groups (``transport/delivery.py``).
 """
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,14 +91,20 @@ class Rollout:
                 case Start(trainer, credit):
                     starts.append((trainer, credit))
                 case Abort(trainer, credit):
-                    self._aio.call_soon_threadsafe(self._abort, trainer, credit)
+                    self._hand_over(self._abort, trainer, credit)
                 case RunOver(trainer):
                     self.over = "the run is over"
                 case Send(to, message, _, bulk):
                     if not self.peer.send(to, message, bulk=bulk) and bulk:
                         self.unsent.append(effect)
         if starts:
-            self._aio.call_soon_threadsafe(self._start, starts)
+            self._hand_over(self._start, starts)
+
+    def _hand_over(self, fn: Callable[..., None], *args: Any) -> None:
+        """Any thread: have ``fn`` called on the asyncio loop. When that has ended this peer is leaving, which tells the
+        trainers of all its credits; the peer's own loop must live on to say so."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._aio.call_soon_threadsafe(fn, *args)
 
     # ------------------------------------------------------------------------------------------------------------------
     # On the asyncio loop
@@ -106,7 +114,7 @@ class Rollout:
         """Until the run is over, or nothing can be done for want of a trainer. Returns the exit code."""
         self._aio = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self.node.stop.on_stop(lambda: self._aio.call_soon_threadsafe(self._changed.set))
+        self.node.stop.on_stop(lambda: self._hand_over(self._changed.set))
         await self.rewards.start()
         prover = Prover(probe_floor(self.config))
         self.engine.start(_Source(self), prover)
@@ -153,7 +161,7 @@ class Rollout:
 
     def version_changed(self) -> None:
         """From the engine's thread: whoever waits for a version looks again, all in one turn of the loop."""
-        self._aio.call_soon_threadsafe(self._wake)
+        self._hand_over(self._wake)
 
     def saw_term(self, counter: int) -> None:
         """From the engine's thread: the card carries the highest term applied, so that a new trainer opens a higher."""

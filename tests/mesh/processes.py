@@ -15,7 +15,7 @@ import msgspec
 import psutil
 
 from roles.metrics import read_rows
-from transport.accounts import AnyEntry
+from transport.accounts import Accounts, AnyEntry
 
 T = TypeVar("T")
 
@@ -212,6 +212,10 @@ class Mesh:
     def evaluations(self) -> list[dict[str, Any]]:
         return [row for row in self._rows("trainer") if "eval_version" in row]
 
+    def events(self) -> list[tuple[str, str]]:
+        """What the trainer wrote down beside its figures, as (kind, text)."""
+        return [(row["event"], row["text"]) for row in self._rows("trainer") if "event" in row]
+
     def _rows(self, name: str) -> Iterator[dict[str, Any]]:
         for path in (self.run / "metrics").glob("*.jsonl"):
             if path.stem.partition("@")[0] == name:
@@ -230,6 +234,13 @@ class Mesh:
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run / "summary.json").read_text())
+
+    def accounts(self) -> Accounts:
+        """Of a run with one trainer so far."""
+        accounts = Accounts()
+        for entry in self.entries():
+            accounts.apply(entry)
+        return accounts
 
     def entries(self) -> list[AnyEntry]:
         """The ledger, trainer by trainer."""
