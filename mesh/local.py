@@ -229,9 +229,7 @@ def _summary_text(summary: dict, run: RunDir) -> str:
     wide = max(len(str(v)) for v in ledger.values())
     rows = [
         "",
-        f"accuracy   {summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}   "
-        f"(one sample at temperature 1 on {summary['accuracy_samples']} held-out prompts, "
-        f"95% {summary['accuracy_after_low']:.3f}-{summary['accuracy_after_high']:.3f})",
+        f"accuracy   {_accuracy(summary)}",
         f"steps      {summary['steps']} in {summary['wall_s']:.1f} s, {summary['tokens_per_s']:,.0f} sampled tokens/s, "
         f"trainer waiting {summary['trainer_wait_share']:.1%}",
         f"weights    {summary['versions_published']} versions published, {summary['versions_proved']} proved; "
@@ -246,3 +244,13 @@ def _summary_text(summary: dict, run: RunDir) -> str:
         f"ledger     {run.ledgers}",
     ]
     return "\n".join(rows)
+
+
+def _accuracy(summary: dict) -> str:
+    if summary["accuracy_after"] is None:
+        return "not measured"
+    return (
+        f"{summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}   "
+        f"(one sample at temperature 1 on {summary['accuracy_samples']} held-out prompts, "
+        f"95% {summary['accuracy_after_low']:.3f}-{summary['accuracy_after_high']:.3f})"
+    )
