@@ -105,7 +105,7 @@ class Intake:
                 return taken
             patience()
             with self.arrived:
-                self.arrived.wait_for(lambda: self.arrivals != seen and len(self.buffer) >= n, PATIENCE_S)
+                self.arrived.wait_for(lambda seen=seen: self.arrivals != seen and len(self.buffer) >= n, PATIENCE_S)
 
     def _take(self, n: int, version: Version, lineage: Lineage) -> list[Trajectory]:
         if self.buffer.ready(version, lineage) < n:

@@ -58,7 +58,7 @@ class Trainer:
         self.step = 0
         self.lineage = Lineage()
         self.groups_trained = 0
-        self.axis = {"wall_s": 0.0}
+        self.earlier: dict[str, float] = {}  # sums of the processes of this run before this one
         self.threshold = DriftThreshold(self.config.trainer.negative_max_drift)
         self.watch = Watch()
         wire = self.config.weights.wire_dtype
@@ -211,7 +211,6 @@ class Trainer:
     def report(self, elapsed: float) -> None:
         """Everything a user needs to judge this step, to metrics, log and observers."""
         delivery = self.peer.call(self.intake.delivery.metrics)
-        wall = self.axis["wall_s"] + time.monotonic() - self.began
         self.totals["step_s"] += elapsed
         self.totals["wait_s"] += self.split["wait_s"]
         waiting = self.split["wait_s"] / max(elapsed, 1e-9)
@@ -219,7 +218,7 @@ class Trainer:
             **{f"time/{name}": seconds for name, seconds in self.split.items()},
             "time/step_s": elapsed,
             "wait_share": waiting,
-            "wall_s": wall,
+            "wall_s": self._sums()["wall_s"],
             "epoch": self.data.progress(),
             "tokens_per_s": delivery["tokens/delivered"] / max(1e-9, time.monotonic() - self.began),
             **delivery,
@@ -353,7 +352,7 @@ class Trainer:
             groups_trained=self.groups_trained,
             data=data,
             settings=dict(self.peer.card.agreed),
-            axis={"wall_s": self.axis["wall_s"] + time.monotonic() - self.began},
+            axis=self._sums(),
             threshold=(self.threshold.total, self.threshold.tokens),
         )
         path = checkpoint.save(self.node.run.checkpoints, self.policy, state, keep=self.config.checkpoint.keep)
@@ -365,7 +364,7 @@ class Trainer:
         assert found.path is not None
         checkpoint.restore(found.path, self.policy, state)
         self.step, self.lineage, self.groups_trained = state.version.number, state.lineage, state.groups_trained
-        self.axis = dict(state.axis) or self.axis
+        self.earlier = dict(state.axis)
         self.threshold.total, self.threshold.tokens = state.threshold
         self.data.load_state_dict(state.data["order"])
         changed = [k for k, v in state.settings.items() if self.peer.card.agreed.get(k, v) != v]
@@ -384,27 +383,45 @@ class Trainer:
         except (ValueError, OSError) as e:  # the picture is not the run
             self.peer.note(f"the reward curve could not be drawn: {e}", "warning")
 
+    def _sums(self) -> dict[str, float]:
+        """What has been counted since the run began, over all its trainer processes; kept in each checkpoint."""
+        stats = self.publisher.stats()
+        here = {
+            "wall_s": time.monotonic() - self.began,
+            "step_s": self.totals["step_s"],
+            "wait_s": self.totals["wait_s"],
+            "published": stats.publications,
+            "skipped": stats.skipped,
+            "proved": len(self.proved),
+        }
+        sums = {name: self.earlier.get(name, 0.0) + value for name, value in here.items()}
+        sums["max_lag"] = max(self.earlier.get("max_lag", 0.0), self.totals["max_lag"])
+        if "accuracy_before" in self.earlier:
+            sums["accuracy_before"] = self.earlier["accuracy_before"]
+        elif self.evaluations:
+            sums["accuracy_before"] = self.evaluations[0]["eval_accuracy"]
+        return sums
+
     def summary(self) -> dict[str, Any]:
         replayed = ledger.replay(self.node.run.ledgers.glob("*.jsonl"))
-        wall = self.axis["wall_s"] + time.monotonic() - self.began
-        before = self.evaluations[0] if self.evaluations else {}
+        sums = self._sums()
         after = self.evaluations[-1] if self.evaluations else {}
         tokens = {name: n for name, n in replayed.tokens.items() if name != "lost"}
         return {
             "steps": self.step,
-            "wall_s": wall,
-            "accuracy_before": before.get("eval_accuracy"),
+            "wall_s": sums["wall_s"],
+            "accuracy_before": sums.get("accuracy_before"),
             "accuracy_after": after.get("eval_accuracy"),
             "accuracy_after_low": after.get("eval_low"),
             "accuracy_after_high": after.get("eval_high"),
             "accuracy_samples": int(after.get("eval_samples", 0)),
-            "versions_published": self.publisher.stats().publications,
-            "versions_proved": len(self.proved),
-            "snapshots_skipped": self.publisher.stats().skipped,
+            "versions_published": int(sums["published"]),
+            "versions_proved": int(sums["proved"]),
+            "snapshots_skipped": int(sums["skipped"]),
             "max_lag_allowed": self.config.trainer.max_lag,
-            "max_lag_trained": int(self.totals["max_lag"]),
-            "tokens_per_s": replayed.tokens["delivered"] / max(wall, 1e-9),
-            "trainer_wait_share": self.totals["wait_s"] / max(self.totals["step_s"], 1e-9),
+            "max_lag_trained": int(sums["max_lag"]),
+            "tokens_per_s": replayed.tokens["delivered"] / max(sums["wall_s"], 1e-9),
+            "trainer_wait_share": sums["wait_s"] / max(sums["step_s"], 1e-9),
             "ledger": replayed.groups,
             "ledger_tokens": {**tokens, "failed": tokens["failed"] + replayed.tokens.get("lost", 0)},
             "ledger_closed": replayed.closes() and replayed.groups["in_flight"] == 0,
@@ -511,6 +528,7 @@ def main(node: Node) -> int:
         node.log.warning(text)
     if node.resume and found.state is None:
         node.log.warning(f"nothing to resume in {node.run.checkpoints}: starting at step 0")
+    node.run.write_config(config)
     policy = load_policy(config, device_of(node.launch))
     task = load_task(config.task)
     data = Dataset(name=config.task.data, size=len(task.train), digest=task.digest, seed=config.run.seed)
