@@ -15,7 +15,6 @@ from typing import Any, get_args
 import msgspec
 import msgspec.inspect as mi
 import numpy as np
-from msgspec import Struct
 
 from transport.messages import Body, Envelope, Probe, Segment
 
@@ -28,8 +27,8 @@ ID_CHARS, REPLY_CHARS = 64, 256
 
 Frame = bytes | memoryview
 
-_CODES = {"int32": 0, "int64": 1, "uint8": 2, "uint64": 3, "float32": 4, "float64": 5}
-_DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items()}
+_DTYPES = dict(enumerate(np.dtype(f"<{kind}") for kind in ("i4", "i8", "u1", "u8", "f4", "f8")))
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class Malformed(ValueError):
@@ -47,11 +46,12 @@ def encode(envelope: Envelope) -> list[Frame]:
         nonlocal inline
         if not isinstance(value, np.ndarray):
             raise TypeError(f"a message cannot carry a {type(value).__name__}: use plain Python numbers or arrays")
-        code = _CODES.get(value.dtype.name)
+        code = _CODES.get(value.dtype)
         if code is None:
             raise TypeError(f"a message cannot carry an array of {value.dtype}")
-        if value.nbytes <= INLINE_BYTES and inline + value.nbytes <= INLINE_TOTAL_BYTES:
-            inline += value.nbytes
+        size = value.nbytes
+        if size <= INLINE_BYTES and inline + size <= INLINE_TOTAL_BYTES:
+            inline += size
             return code, value.tobytes()
         data = np.ascontiguousarray(value).data.cast("B")
         raw.extend(data[i : i + FRAME_BYTES] for i in range(0, len(data), FRAME_BYTES))
@@ -86,6 +86,8 @@ def decode(frames: Sequence[Frame]) -> Envelope:
         dtype = _DTYPES.get(code) if type(code) is int else None
         if dtype is None:
             raise Malformed("an array of a dtype that is not allowed")
+        if type(data) is bytes and len(data) <= INLINE_BYTES and not len(data) % dtype.itemsize:
+            return np.frombuffer(data, dtype)  # read-only, as bytes are
         if type(data) is int:
             count = -(-data // FRAME_BYTES)
             if not 0 < count <= len(frames) - used:
@@ -118,22 +120,22 @@ def decode(frames: Sequence[Frame]) -> Envelope:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _array_fields() -> dict[type, list[tuple[str, str | None]]]:
+def _array_fields() -> dict[type, list[tuple[str, np.dtype | None]]]:
     """For each message type, the fields that are arrays (with their dtype) or lead to arrays (None)."""
-    found: dict[type, list[tuple[str, str | None]]] = {}
+    found: dict[type, list[tuple[str, np.dtype | None]]] = {}
 
-    def dtype_of(node: mi.Type, extra: dict) -> tuple[bool, str | None]:
+    def dtype_of(node: mi.Type, extra: dict) -> tuple[bool, np.dtype | None]:
         if isinstance(node, mi.Metadata):
             return dtype_of(node.type, node.extra or {})
         if isinstance(node, mi.CustomType) and node.cls is np.ndarray:
-            return True, extra["dtype"]
+            return True, np.dtype(extra["dtype"]).newbyteorder("<")
         if isinstance(node, mi.StructType):
             return bool(visit(node)), None
         inner = [*getattr(node, "types", ()), getattr(node, "item_type", None), getattr(node, "value_type", None)]
         holds = [dtype_of(t, extra)[0] for t in inner if isinstance(t, mi.Type)]  # a list: every branch is visited
         return any(holds), None
 
-    def visit(node: mi.StructType) -> list[tuple[str, str | None]]:
+    def visit(node: mi.StructType) -> list[tuple[str, np.dtype | None]]:
         fields = [(f.name, *dtype_of(f.type, {})) for f in node.fields]
         found[node.cls] = [(name, dtype) for name, holds, dtype in fields if holds]
         return found[node.cls]
@@ -155,21 +157,23 @@ def _check_envelope(envelope: Envelope) -> None:
 
 
 def _check(value: Any) -> None:
-    if isinstance(value, list | tuple):
-        for item in value:
-            _check(item)
-    elif isinstance(value, Struct):
-        for name, dtype in _ARRAYS[type(value)]:
-            field = getattr(value, name)
-            if dtype is None:
-                _check(field)
-            elif not isinstance(field, np.ndarray) or field.dtype != dtype or field.ndim != 1:
-                found = f"{field.dtype}, {field.ndim}-D" if isinstance(field, np.ndarray) else type(field).__name__
-                raise ValueError(f"{type(value).__name__}.{name} must be a 1-D array of {dtype}, is {found}")
-        if isinstance(value, Segment):
-            _check_segment(value)
-        elif isinstance(value, Probe) and len(value.logprobs) != max(len(value.tokens) - 1, 0):
-            raise ValueError(f"Probe of {len(value.tokens)} tokens has {len(value.logprobs)} log-probabilities")
+    fields = _ARRAYS.get(type(value))
+    if fields is None:
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                _check(item)
+        return
+    for name, dtype in fields:
+        field = getattr(value, name)
+        if dtype is None:
+            _check(field)
+        elif not isinstance(field, np.ndarray) or field.dtype != dtype or field.ndim != 1:
+            found = f"{field.dtype}, {field.ndim}-D" if isinstance(field, np.ndarray) else type(field).__name__
+            raise ValueError(f"{type(value).__name__}.{name} must be a 1-D array of {dtype}, is {found}")
+    if isinstance(value, Segment):
+        _check_segment(value)
+    elif isinstance(value, Probe) and len(value.logprobs) != max(len(value.tokens) - 1, 0):
+        raise ValueError(f"Probe of {len(value.tokens)} tokens has {len(value.logprobs)} log-probabilities")
 
 
 def _check_segment(segment: Segment) -> None:
