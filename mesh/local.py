@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 
 from mesh import config as settings
 from mesh import exits, launch, logs, view
@@ -68,7 +69,7 @@ def up(
 ) -> int:
     """Run the mesh of one trainer and some rollouts to the end. Returns the exit code: 0 only if the trainer finished
     and its ledger closed."""
-    console = Console()
+    console = Console(soft_wrap=plain)  # a line stays one
     try:
         config = settings.load(config_path, overrides)
         directory = RunDir.make(run or fresh(Path("runs"), config.run.name))
@@ -137,13 +138,13 @@ class Local:
         trainer = self.children[0]
         if self.plain:
             self.console.print(f"run directory {self.node.run.path}")
-            while trainer.code is None and not self.node.stop.is_set():
+            while self._goes_on():
                 self._turn()
                 self.console.print(view.line(self.seen), highlight=False)
                 self._pause(2.0)
         else:
             with Live(console=self.console, refresh_per_second=4, transient=False) as live:
-                while trainer.code is None and not self.node.stop.is_set():
+                while self._goes_on():
                     self._turn()
                     live.update(view.draw(self.seen, self.console.width))
                     self._pause(0.25)
@@ -152,12 +153,22 @@ class Local:
             self.console.print("stopping: the peers save and leave; Ctrl-C again ends them at once")
             self.end()
             return exits.STOPPED
+        if trainer.code is None:
+            failed = self.children[1]
+            return self._failed(f"no rollout is left: {failed.name}: {failed.first_error()}")
         return self._sum_up(trainer)
+
+    def _goes_on(self) -> bool:
+        """Until the trainer has ended, the user stops it, or every rollout has failed by itself: then nobody would
+        come, and the reason is known."""
+        failed = all(c.code == exits.FAILURE for c in self.children if c.role == "rollout")
+        alone = failed and not self.peer.live("rollout")
+        return self.children[0].code is None and not self.node.stop.is_set() and not alone
 
     def _pause(self, seconds: float) -> None:
         """Sleep, but look at the plan (kill, join) often enough to be on the step."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and self.children[0].code is None and not self.node.stop.is_set():
+        while time.monotonic() < until and self._goes_on():
             time.sleep(0.05)
             self._plan()
 
@@ -193,18 +204,21 @@ class Local:
                 )
                 self.seen.gone[child.name] = how
                 if self.plain:
-                    self.console.print(f"{child.name} ended: {how}", highlight=False)
+                    self.console.print(f"{child.name} ended: {how}", highlight=False, markup=False)
 
     def _sum_up(self, trainer: Child) -> int:
         run = self.node.run
         if trainer.code != exits.FINISHED or not run.summary.exists():
-            how = f"{trainer.name} ended with exit code {trainer.code}: {trainer.first_error()}"
-            self.console.print(f"[red]error:[/] {how}", highlight=False)
-            self.console.print(f"logs in {run.logs}", highlight=False)
-            return trainer.code if trainer.code and trainer.code > 0 else exits.FAILURE
+            code = self._failed(f"{trainer.name} ended with exit code {trainer.code}: {trainer.first_error()}")
+            return trainer.code if trainer.code and trainer.code > 0 else code
         summary = json.loads(run.summary.read_text())
         self.console.print(_summary_text(summary, run), highlight=False)
         return exits.FINISHED if summary["ledger_closed"] else exits.FAILURE
+
+    def _failed(self, how: str) -> int:
+        self.console.print(f"[red]error:[/] {escape(how)}", highlight=False)
+        self.console.print(f"logs in {self.node.run.logs}", highlight=False, markup=False)
+        return exits.FAILURE
 
     def end(self, grace_s: float = 8.0) -> None:
         """Nothing is left running: peers leave by themselves when the run is over, are asked to, or are killed."""

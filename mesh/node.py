@@ -63,22 +63,25 @@ class Node:
     resume: bool = False
     stop: Stop = field(default_factory=Stop)
 
+    def __post_init__(self) -> None:
+        """Raises ValueError when secret or rendezvous are wrong: before anything slow is loaded."""
+        url = self.config.mesh.rendezvous
+        self._key = secret.load(self.run.path)
+        self._meeting = rendezvous.parse(url) if url else rendezvous.Directory(self.run.rendezvous)
+
     def peer(self) -> Any:
         """The peer of this process, its sockets bound but not yet joined. Raises ValueError, in one line."""
         from mesh.peer import Peer
 
-        key = secret.load(self.run.path)
-        url = self.config.mesh.rendezvous
-        meeting = rendezvous.parse(url) if url else rendezvous.Directory(self.run.rendezvous)
         return Peer(
             config=self.config,
             role=self.role,
             name=self.name,
             host=socket.gethostname(),
-            run=secret.run_id(key, self.config.run.name),
-            keys=secret.keys(key),
-            rendezvous=meeting,
-            address=launch.advertised_address(meeting, self.config.mesh.address, self.launch),
+            run=secret.run_id(self._key, self.config.run.name),
+            keys=secret.keys(self._key),
+            rendezvous=self._meeting,
+            address=launch.advertised_address(self._meeting, self.config.mesh.address, self.launch),
             agreed=settings.agreed_digests(self.config) if self.role != "observer" else {},
         )
 
@@ -108,7 +111,7 @@ def run_node(
         directory = RunDir.make(run or Path("runs") / config.run.name)
         here = launch.detect()
         name = name or f"{role}-{here.rank if here.kind != 'alone' else secrets.token_hex(2)}@{socket.gethostname()}"
-        log_file = directory.logs / f"{name}.log"
+        log_file = directory.logs / f"{name.replace('/', '_')}.log"
         log = logs.setup(name, log_file)
         where = f" (traceback in {log_file})"
         for warning in here.warnings:

@@ -53,6 +53,11 @@ SORT = Recipe()
 
 def resolve(path: str, seed: int = 0) -> str:
     """``model.path`` as something transformers can load: ``starter:sort`` becomes its directory, made if need be."""
+    if path.startswith(("/", "./", "../", "~")) and not Path(path).is_dir():  # a hub id does not begin like this
+        raise ValueError(
+            f'model.path = "{path}" cannot be loaded: there is no such directory; set model.path to one, to a hub id, '
+            "or to starter:sort"
+        )
     if not path.startswith(PREFIX):
         return path
     if path != "starter:sort":
