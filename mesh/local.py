@@ -140,7 +140,7 @@ class Local:
             self.console.print(f"run directory {self.node.run.path}")
             while self._goes_on():
                 self._turn()
-                self.console.print(view.line(self.seen), highlight=False)
+                self.console.print(view.line(self.seen), highlight=False, soft_wrap=True)
                 self._pause(2.0)
         else:
             with Live(console=self.console, refresh_per_second=4, transient=False) as live:
@@ -212,7 +212,7 @@ class Local:
             code = self._failed(f"{trainer.name} ended with exit code {trainer.code}: {trainer.first_error()}")
             return trainer.code if trainer.code and trainer.code > 0 else code
         summary = json.loads(run.summary.read_text())
-        self.console.print(_summary_text(summary, run), highlight=False)
+        self.console.print(_summary_text(summary, run), highlight=False, soft_wrap=True)
         return exits.FINISHED if summary["ledger_closed"] else exits.FAILURE
 
     def _failed(self, how: str) -> int:

@@ -36,7 +36,7 @@ from transport import codec
 from transport.messages import Envelope, Hello, Message, NotMe
 
 CONNECTIONS = 128  # per plane; beyond it the least recently used leaves
-SEND_QUEUE = {"control": 512, "bulk": 16}  # messages waiting for one destination
+SEND_QUEUE = {"control": 512, "bulk": 64}  # messages waiting for one destination
 RECEIVE_QUEUE = {"control": 1024, "bulk": 8}  # messages waiting from one connection
 RECEIVE_AT_ONCE = {"control": 256, "bulk": 16}  # messages a call of receive takes from each plane
 STUCK_S = 5.0  # a queue full for so long is given a new connection

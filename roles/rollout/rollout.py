@@ -7,6 +7,7 @@ asks trainers for credits and sends groups (``transport/delivery.py``).
 """
 
 import asyncio
+import collections
 import contextlib
 import time
 from collections.abc import Callable
@@ -33,9 +34,9 @@ from transport.messages import Answer, Completion, Credit, CreditId, Group, Stat
 from transport.weights.proof import Proof, Prover
 from transport.weights.receiver import Arrived, Receiver
 
+TICK_S = 0.02
 WAIT_STEP_S = 0.5
 FIGURES_S = 5.0
-PASSED_S = 3.0  # a version that newer ones have replaced and that has not come in this time was skipped
 
 
 class Rollout:
@@ -49,7 +50,7 @@ class Rollout:
         self.metrics = MetricsWriter(node.run.path, node.name, tensorboard=False)
         self.tasks: dict[tuple[PeerId, CreditId], asyncio.Task] = {}
         self.pins: dict[Version, int] = {}
-        self.unsent: list[Send] = []
+        self.unsent: collections.deque[Send] = collections.deque()
         self.over = ""
         self.proof: Proof | None = None
         self.unproven = ""
@@ -59,7 +60,7 @@ class Rollout:
         peer.on(Answer, self._answer)
         peer.on_members(self._members)
         peer.on_departed(self._departed)
-        peer.every(0.05, self._tick)
+        peer.every(TICK_S, self._tick)
         peer.look = self.status
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -67,10 +68,18 @@ class Rollout:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Groups that found the pipe full (or not yet connected) go again; there are no more of them than credits."""
-        unsent, self.unsent = self.unsent, []
-        self._do([send for send in unsent if self.delivery.keeps(send.to, send.message.credit)])
+        self._send_unsent()
         self._do(self.delivery.tick(time.monotonic()))
+
+    def _send_unsent(self) -> None:
+        """Groups that found the pipe full, or not yet connected, go again, oldest first, as far as it takes them. There
+        are no more of them than credits."""
+        while self.unsent:
+            send = self.unsent[0]
+            wanted = self.delivery.keeps(send.to, send.message.credit)
+            if wanted and not self.peer.send(send.to, send.message, bulk=True):
+                return
+            self.unsent.popleft()
 
     def _answer(self, trainer: PeerId, answer: Answer) -> None:
         self._do(self.delivery.receive(trainer, answer, time.monotonic()))
@@ -95,8 +104,11 @@ class Rollout:
                 case RunOver(trainer):
                     self.over = "the run is over"
                 case Send(to, message, _, bulk):
-                    if not self.peer.send(to, message, bulk=bulk) and bulk:
+                    if bulk:
                         self.unsent.append(effect)
+                    else:
+                        self.peer.send(to, message)
+        self._send_unsent()
         if starts:
             self._hand_over(self._start, starts)
 
@@ -201,8 +213,11 @@ class Rollout:
         try:
             group = await self._group(trainer, credit)
         except (RequestFailed, ValueError) as e:
-            self.peer.log.warning("credit %s of %s: %s", credit.id, trainer, e)
-            why = str(e)
+            gone_on = credit.evaluation and (self.engine.version or credit.min_version) > credit.min_version
+            passed = gone_on or str(e) == PASSED
+            why = PASSED if passed else str(e)
+            if not passed:
+                self.peer.log.warning("credit %s of %s: %s", credit.id, trainer, e)
             self.peer.post(lambda: self._do(d.failed(trainer, credit.id, why, time.monotonic())))
         except EngineDead:
             self.peer.post(lambda: d.returned(trainer, credit.id, "engine dead"))
@@ -249,17 +264,16 @@ class Rollout:
 
     async def _admitted(self, trainer: PeerId, credit: Credit) -> Version:
         """The engine's version, once it is one that the credit admits."""
-        began = time.monotonic()
         while True:
             version = self.engine.version
             if version is not None:
-                current, lineage = self.delivery.standing(trainer)
+                _, lineage = self.delivery.standing(trainer)
                 if credit.evaluation:
                     if version == credit.min_version:
                         return version
                     if version > credit.min_version:
                         raise RequestFailed(PASSED)
-                    if time.monotonic() - began > PASSED_S and (current or version) > credit.min_version:
+                    if self.receiver.passed(credit.min_version):
                         raise RequestFailed(PASSED)
                 elif lineage.holds(version) and version.number >= credit.min_version.number:
                     return version

@@ -107,11 +107,11 @@ class Trainer:
             self.split.clear()
             batch = self.wait()
             masked = self.learn(batch)
+            if _due(self.step, self.config.evaluation.every_steps):
+                self.evaluate()
             self.publish()
             self.settle(batch, masked, time.perf_counter() - started)
             self.report(time.perf_counter() - started)
-            if _due(self.step, self.config.evaluation.every_steps):
-                self.evaluate()
             if _due(self.step, self.config.checkpoint.every_steps):
                 self.save()
         return self.finish()
@@ -249,7 +249,8 @@ class Trainer:
         )
 
     def evaluate(self) -> None:
-        """Have the held-out prompts answered by this version while training goes on."""
+        """Have the held-out prompts answered by this version while training goes on. Rollouts hear of it before the
+        version reaches them, so that they do not pass it."""
         if self.config.task.heldout_prompts and not self.intake.evaluating():
             self.intake.evaluate(self.version)
 
