@@ -181,6 +181,7 @@ class RolloutDelivery:
         self.run_over = False
         self.counts = {"started": 0, "delivered": 0, "failed": 0, "returned": 0, "aborted": 0, "dropped": 0}
         self._trainers: dict[PeerId, _Trainer] = {}
+        self._paused = ""
         self._seq = 0
         self._asked_at = float("-inf")
         self._dirty = True
@@ -233,7 +234,8 @@ class RolloutDelivery:
             return []
         self._asked_at, self._dirty = now, False
         self._seq += 1
-        share, rest = divmod(max(0, self.places - self.held), max(1, len(self._trainers)))
+        places = 0 if self._paused else self.places
+        share, rest = divmod(max(0, places - self.held), max(1, len(self._trainers)))
         effects: list[Any] = []
         for i, (peer, t) in enumerate(self._trainers.items()):
             odd = (i + self._seq) % len(self._trainers) < rest  # the odd places go round
@@ -273,9 +275,9 @@ class RolloutDelivery:
             self._dirty = True
             if credit.id in t.held or credit.id in t.kept:
                 continue
-            full = self.held >= self.places  # several trainers may fill the same odd place
+            full = bool(self._paused) or self.held >= self.places  # several trainers may fill the same odd place
             if full and not credit.evaluation:
-                self._return(t, "no place")
+                self._return(t, self._paused or "no place")
                 continue
             t.held[credit.id] = None
             if credit.evaluation:
@@ -308,6 +310,19 @@ class RolloutDelivery:
         if t and credit_id in t.held:
             t.end(credit_id)
             self._return(t, why)
+
+    def pause(self, why: str, now: float) -> list[Any]:
+        """This rollout can do nothing for now (weights unproven): others get what it holds for training, and it takes
+        no more until ``resume``. A trainer that waited for these groups would make no version that ends the pause."""
+        self._paused = why
+        held = [(peer, id) for peer, t in self._trainers.items() for id in t.held if id not in t.evaluations]
+        for peer, id in held:
+            self.returned(peer, id, why)
+        return [*(Abort(peer, id) for peer, id in held), *self.changed(now)]
+
+    def resume(self, now: float) -> list[Any]:
+        self._paused = ""
+        return self.changed(now)
 
     def _return(self, t: _Trainer, why: str) -> None:
         t.returned[why] = t.returned.get(why, 0) + 1

@@ -175,6 +175,17 @@ class Rollout:
         """From the engine's thread: whoever waits for a version looks again, all in one turn of the loop."""
         self._hand_over(self._wake)
 
+    def pause(self, why: str) -> None:
+        """From the engine's thread: its weights failed their proof."""
+        self.unproven = why
+        self.peer.post(lambda: self._do(self.delivery.pause("unproven weights", time.monotonic())))
+
+    def resume(self) -> None:
+        """From the engine's thread: its weights are proved."""
+        if self.unproven:
+            self.unproven = ""
+            self.peer.post(lambda: self._do(self.delivery.resume(time.monotonic())))
+
     def saw_term(self, counter: int) -> None:
         """From the engine's thread: the card carries the highest term applied, so that a new trainer opens a higher."""
         if counter > self.peer.card.highest_term:
@@ -373,7 +384,8 @@ class _Source:
 
     def took(self, arrived: Arrived, proof: Proof) -> None:
         self._rollout.receiver.took(arrived, proof)
-        self._rollout.proof, self._rollout.unproven = proof, ""
+        self._rollout.proof = proof
+        self._rollout.resume()
         self._rollout.saw_term(arrived.version.term.counter)
         self._rollout.version_changed()
 
@@ -381,8 +393,8 @@ class _Source:
         self._rollout.receiver.refused(arrived, reason)
         text = reason if isinstance(reason, str) else reason.reason
         if isinstance(reason, Proof):  # it was loaded: nothing is sampled until a good version comes
-            self._rollout.unproven = text
-        self._rollout.peer.note(f"{arrived.version} refused: {text}", "error")
+            self._rollout.pause(text)
+        self._rollout.peer.note(text if isinstance(reason, Proof) else f"{arrived.version} refused: {text}", "error")
         self._rollout.version_changed()
 
 

@@ -475,6 +475,22 @@ def test_credits_over_the_places_and_those_returned_are_simply_not_held():
     assert ask.returned == {"no place": 1, "weights unproven": 1}
 
 
+def test_a_paused_rollout_gives_its_credits_back_and_takes_no_more():
+    rollout = RolloutDelivery(places=3)
+    rollout.trainers(["t"], 0.0)
+    rollout.receive("t", say(1, [credit(1), credit(2)]), 1.0)
+    rollout.finished("t", 1, group(v(0)), 1.5)
+    effects = rollout.pause("unproven", 2.0)
+    assert [e for e in effects if isinstance(e, Abort)] == [Abort("t", 2)]
+    ask = asks(effects)["t"]
+    assert (ask.free, ask.held, ask.kept) == (0, [], [1])
+    crossing = rollout.receive("t", say(2, [credit(3)]), 3.0)
+    assert not [e for e in crossing if isinstance(e, Start)]
+    assert (asks(crossing)["t"].answered, asks(crossing)["t"].returned) == (2, {"unproven": 2})
+    assert asks(rollout.resume(4.0))["t"].free == 3
+    assert Start("t", credit(4)) in rollout.receive("t", say(3, [credit(4)]), 5.0)
+
+
 def test_a_dead_trainers_credits_are_aborted_and_its_groups_dropped():
     rollout = RolloutDelivery(places=3)
     rollout.trainers(["t", "u"], 0.0)
