@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from processes import PATIENCE_S, Mesh
 
@@ -21,6 +22,13 @@ SYNCHRONOUS = {"run.steps": 24, "trainer.max_lag": 0, "checkpoint.every_steps": 
 def model(tmp_path_factory):
     """The directory of a small Llama to start from, made once."""
     return str(ensure(EASY, 0, tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory):
+    """A model of another architecture, with one layer less and none of its weights trained."""
+    recipe = msgspec.structs.replace(EASY, steps=1, layers=1)
+    return str(ensure(recipe, 0, tmp_path_factory.mktemp("models")))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A mesh of real processes for tests: started as a user does, watched by what they write, ended whatever happens."""
 
 import json
+import logging
 import os
 import secrets
 import signal
@@ -8,14 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import psutil
 
+from mesh import config as settings
+from mesh import launch
+from mesh.node import Node
+from mesh.rundir import RunDir
 from roles.metrics import read_rows
 from transport.accounts import Accounts, AnyEntry
+from transport.messages import Look, Status
 
 T = TypeVar("T")
 
@@ -104,6 +111,10 @@ class Process:
     def interrupt(self) -> None:
         self._process.send_signal(signal.SIGINT)
 
+    def joins(self, mesh: "Mesh") -> None:
+        """Wait until others can find it."""
+        mesh.peer_id(self.name)
+
     def says(self, text: str) -> None:
         def look() -> bool:
             if text in self.said:
@@ -162,7 +173,9 @@ class Mesh:
     def spawn(self, name: str, command: list[str], env: dict[str, str] | None = None) -> Process:
         own = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
         own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "GATE": str(self.gate), MARK: self.mark}
-        process = Process(name, command, self.directory / f"{len(self.processes)}-{name}.out", own | (env or {}))
+        process = Process(
+            name, command, self.directory / f"{len(self.processes)}-{name.replace('/', '_')}.out", own | (env or {})
+        )
         self.processes.append(process)
         return process
 
@@ -250,6 +263,30 @@ class Mesh:
         for path in sorted((self.run / "ledger").glob("*.jsonl"), key=lambda p: p.stat().st_mtime):
             for line in path.read_bytes().split(b"\n")[:-1]:
                 yield _entries.decode(line)
+
+    @contextmanager
+    def watched(self) -> Iterator[dict[str, Status]]:
+        """The last status of each peer, by name, as an observer of the mesh sees it."""
+        seen: dict[str, Status] = {}
+        config = settings.load(self.config)
+        log = logging.getLogger("mesh")
+        node = Node("observer", config, RunDir.make(self.run), "watcher", launch.detect(), log)
+        peer = node.peer()
+
+        def look() -> None:
+            for card in peer.live():
+                peer.send(card.id, Look(seq=1))
+
+        def told(sender: str, status: Status) -> None:
+            seen[peer.membership.card_of(sender).name] = status
+
+        peer.on(Status, told)
+        peer.every(0.05, look)
+        peer.start()
+        try:
+            yield seen
+        finally:
+            peer.leave("seen enough")
 
     def peer_id(self, name: str) -> str:
         """The id of a peer that has its card in the run directory: it is there, or was killed."""
