@@ -486,6 +486,39 @@ def test_a_version_the_engine_refuses_is_not_reported_as_proved():
     assert (report.refused, report.proved, report.reason) == (v(0), None, "probe differs")
 
 
+def test_a_version_that_failed_its_proof_may_come_again():
+    r = joined()
+    get(r, v(0))
+    r.take()
+    r.announced("t", announce(v(0), 2), 0.1)  # others lack it: it was to go into scratch memory here
+    report = report_of(r.applied(v(0), False, 0.2, reason="probe differs"))
+    assert (report.verified, report.refused, report.attempt, report.ready_for) == (None, v(0), 1, None)
+    r.announced("t", announce(v(0), 2), 0.3)
+    [start] = r.began("t", Begin(B1, v(0), 2), 0.3)
+    assert start.slot is not None
+    assert of(r.receive_ended(v(0), 2, True, 0.4), Offer)
+    p = formed(A)
+    sent(p, v(0), "a")
+    p.report("a", Report(B1, attempt=1, verified=v(0)), 0.1)
+    assert p.tick(0.2) == []
+    effects = p.report("a", report, 0.3)
+    assert of(effects, AnnounceTo) == [AnnounceTo("a", B1, v(0), 2, 0)]
+    p.report("a", ready(v(0), 2), 0.4)
+    p.broadcast_ended(v(0), 2, True, 0.5)
+    p.report("a", Report(B1, attempt=2, verified=v(0)), 0.6)
+    effects = p.report("a", Report(B1, attempt=2, refused=v(0), reason="probe differs"), 0.7)
+    assert of(effects, SatOut, AnnounceTo) == [SatOut("a", 1, "refused v0@3: probe differs")]
+
+
+def test_a_failed_proof_leaves_the_next_version_ready():
+    r = joined()
+    get(r, v(0))
+    r.take()
+    r.announced("t", announce(v(1), 1), 0.1)
+    report = report_of(r.applied(v(0), False, 0.2, reason="probe differs"))
+    assert (report.verified, report.refused, report.ready_for, report.attempt) == (None, v(0), v(1), 1)
+
+
 def test_a_term_or_number_that_goes_back_is_refused():
     r = joined()
     get(r, v(5))

@@ -6,6 +6,8 @@ that buffer; when every bucket has verified, the version is *offered* to the eng
 proves it, and says so. A version that the receiver has already verified is received into scratch memory (``slot``
 None): others of the formation lack it, and a collective needs all ranks.
 
+A version that the engine could not prove is gone from here: the receiver lacks it, and may get it once more.
+
 Two buffers, so that one may be offered or in the engine's hands while the other receives. A newer verified version
 replaces one that is offered and not yet taken, unless the engine has *pinned* that one (for an evaluation). When no
 buffer is free for a newer version, an offered one that is not pinned gives way to it.
@@ -216,11 +218,18 @@ class ReceiverSchedule:
         slots = [i for i, s in enumerate(self._shadows) if s.use == "taken" and s.version == version]
         if not slots:
             return []
+        attempt = self._shadows[slots[0]].attempt
         effects: list[Any] = [self._free(slots[0])]
         if proved:
             self.proved = self._floor = version
             self._proof = proof
         else:
+            if self.verified == version:  # it is not here any more: it may come again
+                self.verified = None
+                if self._ready is not None and self._ready.announce.version == version:
+                    self._unready()  # for scratch memory
+            if self._ready is None:
+                self._attempt = attempt
             self._refused, self._reason = version, reason
             effects.append(Refuse(version, self.publisher, reason))
         return [*effects, *self._report(now)]

@@ -183,9 +183,8 @@ class PublisherSchedule:
         r.heard(report)
         other = differing_engine(peer, self.receivers)
         effects: list[Any] = [EnginesDiffer(peer, other, report)] if other is not None else []
-        offer = self._offer
-        if offer is not None and (report.refused, report.attempt) == (offer.version, offer.attempt):
-            effects += self._failed(peer, offer, report.reason, now)
+        if report.refused is not None and report.refused == self.newest:
+            effects += self._failed(peer, report.refused, report.attempt, report.reason, now)
         return effects + self._advance(now)
 
     def broadcast_ended(self, version: Version, attempt: int, ok: bool, now: float) -> list[Any]:
@@ -256,7 +255,9 @@ class PublisherSchedule:
             if silent and now - offer.since < self._w.ready_wait_s:
                 return []
             self._offer = None
-            effects = [e for p in silent for e in self._failed(p, offer, "no report after the broadcast", now)]
+            effects = [
+                e for p in silent for e in self._failed(p, version, offer.attempt, "no report after the broadcast", now)
+            ]
             return effects + self._advance(now)
         if not lacking:
             self._offer = self._late_since = None
@@ -303,11 +304,13 @@ class PublisherSchedule:
             return ": it never reported"
         return f": {r.reason}" if r.reason else ""
 
-    def _failed(self, peer: PeerId, offer: _Offer, reason: str, now: float) -> list[Any]:
+    def _failed(self, peer: PeerId, version: Version, attempt: int, reason: str, now: float) -> list[Any]:
         """``peer`` refused this attempt. Before the broadcast it would do so again; after it one more is made."""
-        if not self.receivers[peer].failure(offer.version, offer.attempt, final=offer.phase == "announced"):
+        o = self._offer
+        announced = o is not None and (o.version, o.attempt, o.phase) == (version, attempt, "announced")
+        if not self.receivers[peer].failure(version, attempt, final=announced):
             return []
-        return self._strike(peer, f"refused {offer.version}: {reason}", now)
+        return self._strike(peer, f"refused {version}: {reason}", now)
 
     def _strike(self, peer: PeerId, reason: str, now: float) -> list[Any]:
         count = self.receivers[peer].strike(reason, self.publications, now, 2 * self._w.ready_wait_s)
