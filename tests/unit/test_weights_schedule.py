@@ -313,6 +313,23 @@ def test_a_version_corrupt_on_arrival_is_sent_once_more_and_then_left():
     assert of(effects + p.tick(0.9), AnnounceTo) == []
 
 
+def test_a_version_that_failed_twice_comes_again_when_the_receiver_has_sat_out():
+    p, now = formed(A), 0.0
+    sent(p, v(0), "a")
+    again = []
+    for attempt in (1, 2, 3, 4):
+        effects = p.report("a", Report(B1, attempt=attempt, refused=v(0), reason="bucket 3"), now)
+        failed = now
+        while not of(effects, AnnounceTo):
+            assert now < 100.0, "it never comes again, and the next version may wait for this receiver"
+            now += 0.5
+            effects = p.tick(now)
+        again.append(now - failed)
+        p.report("a", ready(v(0), attempt + 1), now)
+        p.broadcast_ended(v(0), attempt + 1, True, now)
+    assert again == [0.0, 6.0, 12.0, 24.0]
+
+
 def test_who_refuses_an_announced_version_sits_out_at_once():
     p = formed(A, B)
     p.snapshot(v(0), 0, 0.0)

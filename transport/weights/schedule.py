@@ -249,7 +249,7 @@ class PublisherSchedule:
         version, offer = self.newest, self._offer
         if version is None:
             return []
-        lacking = [p for p in have if self.receivers[p].lacks(version)]
+        lacking = [p for p in have if self.receivers[p].lacks(version, self.publications, now)]
         if offer is not None and offer.phase == "sent" and offer.version == version:
             silent = [p for p in lacking if not self.receivers[p].failed_in(version, offer.attempt)]
             if silent and now - offer.since < self._w.ready_wait_s:

@@ -2,7 +2,8 @@
 
 A receiver that does not answer an invitation, is not ready in time, or twice fails to verify a version sits out 1, 2,
 4, ... publications, or as many times ``2 x ready_wait_s`` if that is over sooner: a run whose next version waits for
-this very receiver must not stand still. Verifying a version clears its record.
+this very receiver must not stand still. Then it gets the version again that it failed to verify, unless it refused that
+before the first byte. Verifying a version clears its record.
 """
 
 from collections.abc import Mapping
@@ -13,12 +14,13 @@ from mesh.version import Version
 from transport.messages import Member, Report
 
 MOST_STRIKES = 7  # 64 publications; after that a receiver is as good as gone, but is still tried
-FAILURES_OF_A_VERSION = 2  # deliveries of one version to one receiver: one chance more, then the next version
+FAILURES_OF_A_VERSION = 2  # deliveries of one version to one receiver: one chance more, then it sits out
 
 
 @dataclass
 class Standing:
-    """``failures`` counts how often the receiver did not verify ``failed``, last at ``failed_attempt``."""
+    """``failures`` counts how often the receiver did not verify ``failed``, last at ``failed_attempt``; ``final``: it
+    would never take it."""
 
     members: tuple[Member, ...] = ()
     report: Report | None = None
@@ -28,6 +30,7 @@ class Standing:
     failed: Version | None = None
     failures: int = 0
     failed_attempt: int = 0
+    final: bool = False
     back_at_publication: int = 0
     back_at: float = 0.0
     reason: str = ""
@@ -42,11 +45,14 @@ class Standing:
         if self.verified is not None and self.verified != before:
             self.strikes, self.back_at = 0, 0.0
 
-    def lacks(self, version: Version) -> bool:
+    def lacks(self, version: Version, publications: int, now: float) -> bool:
         """Whether sending it ``version`` (again) makes sense."""
         if self.verified is not None and self.verified >= version:
             return False
-        return self.failed != version or self.failures < FAILURES_OF_A_VERSION
+        if self.failed != version:
+            return True
+        over = self.failures < FAILURES_OF_A_VERSION or not self.sits_out(publications, now)
+        return over and not self.final
 
     def failed_in(self, version: Version, attempt: int) -> bool:
         return (self.failed, self.failed_attempt) == (version, attempt)
@@ -55,9 +61,9 @@ class Standing:
         """It did not verify this attempt; ``final``: another would not help. True when that was one too many."""
         if self.failed_in(version, attempt):
             return False
-        self.failures = FAILURES_OF_A_VERSION if final else self.failures + 1 if self.failed == version else 1
-        self.failed, self.failed_attempt = version, attempt
-        return self.failures >= FAILURES_OF_A_VERSION
+        self.failures = self.failures + 1 if self.failed == version else 1
+        self.failed, self.failed_attempt, self.final = version, attempt, final
+        return final or self.failures >= FAILURES_OF_A_VERSION
 
     def strike(self, reason: str, publications: int, now: float, unit_s: float) -> int:
         """Sit out from now on; returns how many publications, 0 when there is no news in it."""
