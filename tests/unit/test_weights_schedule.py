@@ -188,6 +188,17 @@ def test_when_all_would_sit_out_nobody_does():
     assert of(p.report("a", ready(v(0)), 3.4), StartBroadcast)
 
 
+def test_a_group_that_broke_at_its_receivers_alone_is_renewed_even_when_all_would_sit_out():
+    p = formed(A, B)
+    sent(p, v(0), "a", "b")
+    for peer in "ab":
+        p.report(peer, Report(None, attempt=1), 0.1)  # the publisher's end was done, theirs timed out
+    effects = [e for k in range(1, 80) for e in p.tick(k / 10)]
+    assert Disband(B1) in effects
+    [convene] = of(effects, Convene)
+    assert convene == Convene((T, A, B))
+
+
 def test_a_lone_receiver_that_stays_silent_is_not_complained_about_for_ever():
     p = formed(A)
     p.snapshot(v(0), 0, 0.0)

@@ -14,7 +14,9 @@ the newest version, that is broadcast again under the next attempt number. A rec
 with one bucket of scratch memory, since a collective needs all of its ranks.
 
 The formation is renewed when the live receivers differ from its members, at most every ``reform_interval_s``; a dead
-member ends it at once. A broadcast that failed ends it too, and the wait doubles with each failure in a row.
+member ends it at once, and so does one that is not ready in time and says that it is in no such formation: a group may
+break, or never come about, at some of its ranks alone. A broadcast that failed ends it too, and the wait doubles with
+each failure in a row.
 
 Invariants:
 
@@ -274,6 +276,9 @@ class PublisherSchedule:
             self._late_since = now
             text = f"was not ready for {version} within {self._w.ready_wait_s:g} s"
             effects = [e for p in late for e in self._strike(p, text + self._excuse(p), now)]
+            if any(self._left(p) for p in late):
+                effects += self._disband()
+                self._reform_at = now
             return effects + self._advance(now)
         if now < offer.repeat_at:
             return []
@@ -297,6 +302,11 @@ class PublisherSchedule:
     def _ready(self, peer: PeerId, offer: _Offer) -> bool:
         r = self.receivers[peer].report
         return r is not None and (r.ballot, r.ready_for, r.attempt) == (offer.ballot, offer.version, offer.attempt)
+
+    def _left(self, peer: PeerId) -> bool:
+        """Whether its group broke, or never came about at its end: it cannot become ready in this formation."""
+        report = self.receivers[peer].report
+        return report is not None and self.formation is not None and report.ballot != self.formation[0]
 
     def _excuse(self, peer: PeerId) -> str:
         r = self.receivers[peer].report
