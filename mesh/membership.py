@@ -268,6 +268,13 @@ class Membership:
     # Time
     # ------------------------------------------------------------------------------------------------------------------
 
+    def was_busy(self, now: float) -> None:
+        """This process worked since the last call, too hard to be heard: it is not asleep. If others hold it dead by
+        now, it hears so and refutes."""
+        self.prober.late()
+        self.roster.excuse(max(0.0, now - self._now))
+        self._now = max(now, self._now)
+
     def _advance(self, now: float) -> None:
         gap_s = now - self._now
         if not self.over and self.asleep(now):

@@ -54,6 +54,9 @@ T = TypeVar("T")
 TICK_S = 0.05
 """How often the machines look at the clock; a small part of the shortest timeout among the presets."""
 
+BUSY_GAP_S, BUSY_SHARE = 0.5, 0.1
+"""A gap in which the process used this share of a core was work that kept the loop waiting, not sleep."""
+
 MEMBERSHIP = (Hello, Welcome, Refused, Ping, Ack, PingReq, Nack, Sync, NotMe)
 CARDS_ANSWER_S = 1.5
 """How long a starting peer waits for the owners of cards in a directory; the living answer within milliseconds."""
@@ -106,9 +109,7 @@ class Peer:
             bulk_address=self._endpoint.bulk_address,
             agreed=agreed or {},
         )
-        now = clock()
-        rng = random.Random(self.id)
-        self.membership = swim.Membership(card, swim.PRESETS[config.mesh.preset], rng, now)
+        self.membership = self._new_membership(card)
         self.convening = {kind: conv.Convening(self.id, kind) for kind in KINDS}
         self.stores = StoreHost()
         self._live: tuple[PeerCard, ...] = (card,)
@@ -143,12 +144,16 @@ class Peer:
     def start(self) -> None:
         """Publish the card, contact the rendezvous, start the loop. Raises ValueError when the rendezvous cannot be
         used (no permission, a name that does not resolve)."""
+        self.membership = self._new_membership(self.card)  # its time begins now, however long loading took
         self._rendezvous.publish(self.card, self.run)
         addresses = [a for a in self._rendezvous.addresses() if a != self.address]
         self._run_effects(self.membership.contact(addresses, clock()))
         self.every(1.0 if self._alone() else 5.0, self._seek)
         self.every(60.0, self._rendezvous.renew)
         self._thread.start()
+
+    def _new_membership(self, card: PeerCard) -> swim.Membership:
+        return swim.Membership(card, swim.PRESETS[self.config.mesh.preset], random.Random(self.id), clock())
 
     def _alone(self) -> bool:
         return len(self._live) == 1
@@ -297,14 +302,16 @@ class Peer:
 
     def _loop(self) -> None:
         try:
-            last = clock()
+            last, worked = clock(), time.process_time()
             next_tick = last
             while not self._stop.is_set():
                 wait = max(0.0, min([next_tick, *(t[0] for t in self._timers)]) - clock())
                 received = self._endpoint.receive(wait)
                 now = clock()
                 self.longest_gap_s = max(self.longest_gap_s, now - last - wait)
-                last = now
+                if now - last > BUSY_GAP_S and time.process_time() - worked > BUSY_SHARE * (now - last):
+                    self.membership.was_busy(now)
+                last, worked = now, time.process_time()
                 for envelope in received:
                     self._dispatch(envelope.sender, envelope.body, envelope.reply, now)
                 self._woken = False  # before looking: what is posted from here on wakes again

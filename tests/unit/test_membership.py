@@ -441,6 +441,14 @@ def test_a_peer_that_slept_for_the_detection_time_is_over():
     assert a.over
 
 
+def test_a_peer_that_worked_through_the_detection_time_is_not_over():
+    a = knowing("a", "b")
+    now = LOCAL.detection_s(2) + 0.1
+    a.was_busy(now)
+    assert not of(a.tick(now + 0.01), Asleep)
+    assert not a.over
+
+
 def test_a_pause_within_the_announced_busy_time_is_no_sleep():
     a = knowing("a", "b")
     a.update(0.0, busy_for_s=60.0)
