@@ -1,0 +1,128 @@
+"""The costs of the mesh as ratios, measured in one run: ``make smoke``.
+
+Each line compares the mesh with the least that could do the same, by turns, on this machine. README.md beside this file
+says what each line means. The table is printed, and all values are written to ``results/smoke.json``.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from parts import delivery, footprint, throughput, weights
+from parts.measure import ROOT, Result, Spread, environment
+from parts.mesh_run import MeshRun, mesh_run
+from rich.console import Console
+from rich.table import Table
+
+PARTS = ("weights", "delivery", "throughput", "demo", "help", "memory")
+RESULTS = Path(__file__).parent / "results/smoke.json"
+DEMO_STEPS = 60
+BUSY = 0.3  # load average before the benchmark from which on the numbers are doubtful
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few repetitions, short runs: does it work at all?")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas: {', '.join(PARTS)}")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the values go (JSON)")
+    arguments = parser.parse_args()
+    wanted = arguments.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+    where, began = environment(), time.time()
+    results = measure(wanted, arguments.quick)
+    report = {
+        "what": "benchmarks/smoke.py" + (" --quick" if arguments.quick else ""),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+        "seconds": time.time() - began,
+        "environment": where,
+        "results": [result.as_dict() for result in results],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    show(results, report)
+
+
+def measure(wanted: list[str], quick: bool) -> list[Result]:
+    directory = Path(tempfile.mkdtemp(prefix="mesh-smoke-"))
+    seen: list[MeshRun] = []
+    parts: dict[str, Callable[[], list[Result]]] = {
+        "weights": lambda: weights.measure(3 if quick else 16),
+        "delivery": lambda: delivery.measure(2 if quick else 6, quick),
+        "throughput": lambda: throughput.measure(directory, 1 if quick else 2, quick),
+        "demo": lambda: [demo(directory, quick, seen)],
+        "help": lambda: [footprint.help_time(3 if quick else 10)],
+        "memory": lambda: footprint.memory(1 if quick else 3, next(iter(seen), None)),
+    }
+    results: list[Result] = []
+    try:
+        for name in (name for name in PARTS if name in wanted):
+            began = time.monotonic()
+            results += parts[name]()
+            print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    except BaseException:
+        print(f"what was written so far is in {directory}", file=sys.stderr)
+        raise
+    shutil.rmtree(directory)
+    return results
+
+
+def demo(directory: Path, quick: bool, seen: list[MeshRun]) -> Result:
+    """The quickstart as it is, evaluations and all, but shorter: how long does the trainer wait?"""
+    steps = 15 if quick else DEMO_STEPS
+    run = mesh_run(ROOT / "configs/quickstart.toml", directory / "demo", 2, [f"run.steps={steps}"])
+    seen.append(run)
+    shares = [100 * share for share in run.waited(throughput.WARM)]
+    whole = 100 * run.summary["trainer_wait_share"]
+    return Result(
+        "share of a step that the trainer waits, quickstart with 2 rollouts",
+        "%",
+        Spread.of(shares),
+        aim="under 15% of the run",
+        details={
+            "of_the_run": whole,
+            "after_warming_up": 100 * run.waited_share(throughput.WARM),
+            "superseded_groups": run.summary["ledger"]["superseded"],
+            "groups_trained": run.summary["ledger"]["trained"],
+        },
+        settings={"steps": steps, "rollouts": 2},
+    )
+
+
+def show(results: list[Result], report: dict) -> None:
+    console = Console()
+    console.width = max(console.width, 150)  # also where it goes to a file
+    where = report["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    console.print(f"{where['processor']}, {where['cores']} cores; {versions}", highlight=False)
+    table = Table()
+    for name, justify in (("what", "left"), ("mesh", "right"), ("reference", "left"), ("ratio", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_column("aim")
+    for r in results:
+        reference = f"{_number(r.reference.median)} {r.unit}, {r.reference_name}" if r.reference else ""
+        ratio = f"{_number(r.ratio.median)} ({_number(r.ratio.low)} - {_number(r.ratio.high)})" if r.ratio else ""
+        table.add_row(r.name, f"{_number(r.mesh.median)} {r.unit}", reference, ratio, r.aim)
+    console.print(table, highlight=False)
+    for r in results:
+        numbers = {k: v for k, v in r.details.items() if isinstance(v, int | float)}
+        if numbers:
+            text = ", ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in numbers.items())
+            console.print(f"[dim]{r.name}: {text}[/]", highlight=False)
+    console.print(f"{report['seconds']:.0f} s; medians over rounds, ratios with their middle half in brackets")
+    if where["load"] > BUSY:
+        console.print(f"[yellow]the machine was busy before this began (load {where['load']:.1f}): measure again[/]")
+
+
+def _number(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    main()
