@@ -1,0 +1,152 @@
+"""What a user gets wrong: one line that says what, where and what to change, the exit code, nothing left running."""
+
+import socket
+import sys
+
+import pytest
+from processes import Mesh
+
+
+def fails(mesh, process, *says):
+    """It ends with 1 and says nothing but one line with these texts in it."""
+    assert process.ends() == 1, process.said
+    for text in says:
+        assert text in process.error
+    assert process.said.splitlines() == [process.error], "an error is one line"
+    mesh.leaves_nothing_running()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Found before anything is loaded
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_settings_file(mesh):
+    mesh.config.unlink()
+    fails(mesh, mesh.start("trainer"), str(mesh.config), "does not exist")
+
+
+def test_malformed_settings(mesh):
+    mesh.config.write_text(mesh.config.read_text().replace("steps = 16", "steps = = 16"))
+    fails(mesh, mesh.start("trainer"), str(mesh.config), "not valid TOML", "line 3")
+
+
+@pytest.mark.parametrize(
+    ("key", "says", "nearest"),
+    [
+        ("trainer.group_sizes", "key trainer.group_sizes", "trainer.group_size"),
+        ("trainer.temperature", "key trainer.temperature", "rollout.temperature"),
+        ("mash.port", "section [mash]", "mesh"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(mesh, key, says, nearest):
+    fails(mesh, mesh.start("rollout", set={key: 4}), f"unknown {says}; did you mean {nearest}?")
+
+
+def test_a_value_of_the_wrong_type(mesh):
+    fails(mesh, mesh.start("trainer", set={"trainer.max_lag": "much"}), "trainer.max_lag", "int")
+
+
+def test_no_model(mesh):
+    fails(mesh, mesh.start("trainer", set={"model.path": '""'}), "model.path is missing")
+
+
+def test_a_rendezvous_that_is_none(mesh):
+    fails(mesh, mesh.start("rollout", "--rendezvous", "http://127.0.0.1:80"), "http://127.0.0.1:80", "tcp://host:port")
+
+
+def test_a_secret_that_is_too_short(mesh):
+    fails(mesh, mesh.start("trainer", env={"MESH_SECRET": "hunter2"}), "MESH_SECRET", "7 characters", "32")
+
+
+@pytest.mark.parametrize("place", ["recipe.toml/run", "/proc/run"])
+def test_a_run_directory_that_cannot_be_made(mesh, place):
+    path = mesh.directory / place  # below a file, or where not even root may write
+    fails(mesh, mesh.start("trainer", run=path), f"run directory {path}", "--run")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--role", "leader"], ["--role", "trainer"], ["--role", "trainer", "--config", "x", "--steps", "4"]],
+)
+def test_a_command_that_is_none_exits_with_2(mesh, arguments):
+    process = mesh.spawn("usage", [sys.executable, "-m", "mesh.node", *arguments])
+    assert process.ends() == 2
+    assert "Usage" in process.said
+    assert "Traceback" not in process.said
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Found when models and tasks are loaded, or the mesh is looked for
+# ----------------------------------------------------------------------------------------------------------------------
+
+LATER = {  # role, settings, what the line says
+    "no such directory": ("trainer", {"model.path": "{dir}/nothing"}, ['model.path = "{dir}/nothing"', "no such dir"]),
+    "no model in it": ("rollout", {"model.path": "{dir}"}, ["model.path = {dir} cannot be loaded", "config.json"]),
+    "no such hub id": ("trainer", {"model.path": "nobody/nothing"}, ['model.path = "nobody/nothing"', "hub"]),
+    "no such task": ("rollout", {"task.data": "srot"}, ['task.data = "srot" is unknown; did you mean sort?']),
+    "no such gym task": ("trainer", {"task.data": "reasoning-gym:chess_"}, ["task.data", "chess_"]),
+    "no such file": ("rollout", {"task.data": "nothing.jsonl"}, ["task.data", "nothing.jsonl"]),
+    "no such module": ("rollout", {"task.reward": "nowhere:f"}, ['task.reward = "nowhere:f"', "nowhere"]),
+    "no such function": ("rollout", {"task.reward": "gate:exactly"}, ['task.reward = "gate:exactly"']),
+    "nobody answers": (
+        "rollout",
+        {"mesh.rendezvous": "tcp://127.0.0.1:{free}", "mesh.join_timeout_s": 1},
+        ["no peer of this run answered within 1 s", "127.0.0.1:{free}"],
+    ),
+    "a port in use": ("trainer", {"mesh.port": "{taken}"}, ["mesh.port", "{taken}"]),
+}
+
+
+@pytest.fixture(scope="module")
+def later(tmp_path_factory, model):
+    """All of them at once: most of their time goes into importing torch."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+        names = {"taken": taken.getsockname()[1], "free": free.getsockname()[1]}
+        free.close()
+        started = {}
+        for case, (role, settings, says) in LATER.items():
+            mesh = Mesh(tmp_path_factory.mktemp("later"), model)
+            names["dir"] = mesh.directory
+            filled = {key: str(value).format(**names) for key, value in settings.items()}
+            process = mesh.start(role, set=filled, env={"HF_HUB_OFFLINE": "1"})
+            started[case] = (mesh, process, [text.format(**names) for text in says])
+        yield started
+        for mesh, _, _ in started.values():
+            mesh.close()
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_what_is_found_later(later, case):
+    mesh, process, says = later[case]
+    fails(mesh, process, *says)
+    [log] = (mesh.run / "logs").iterdir()
+    assert "Traceback" in log.read_text()
+
+
+def test_a_peer_that_stays_alone_asks_to_be_tried_again(mesh):
+    alone = {role: mesh.start(role, set={"mesh.trainer_timeout_s": 1}, run=mesh.directory / role) for role in MISSING}
+    for role, process in alone.items():
+        assert process.ends() == 75
+        line = process.said.splitlines()[-1]
+        for text in (f"no {MISSING[role]} in the mesh", "mesh.trainer_timeout_s", f"--role {MISSING[role]}"):
+            assert text in line
+        assert "Traceback" not in process.said
+    mesh.leaves_nothing_running()
+
+
+MISSING = {"trainer": "rollout", "rollout": "trainer"}
+
+
+def test_a_local_mesh_whose_rollouts_all_fail_does_not_wait_for_others(mesh):
+    up = mesh.up("--rollouts", "1", set={"task.reward": "nowhere:exact"})
+    assert up.ends() == 1
+    assert "no rollout is left" in up.error
+    assert 'task.reward = "nowhere:exact"' in up.error
+    mesh.leaves_nothing_running()
+
+
+def test_a_name_with_a_slash_names_no_directory(mesh):
+    process = mesh.start("trainer", name="here/trainer", set={"mesh.rendezvous": "none"})
+    fails(mesh, process, "mesh.rendezvous")
+    assert [p.name for p in (mesh.run / "logs").iterdir()] == ["here_trainer.log"]
