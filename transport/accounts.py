@@ -70,6 +70,8 @@ class Trained(Entry, frozen=True):
     ids: list[int]
     version: Version
     masked: list[int]
+    failed: list[int] = []
+    """Tokens of completions without a reward, which are no samples; empty: none."""
 
 
 class Ended(Entry, frozen=True):
@@ -126,8 +128,9 @@ class Accounts:
             case Trained():
                 if len(record.masked) != len(record.ids):
                     raise ValueError(f"{len(record.ids)} groups trained with {len(record.masked)} mask counts")
-                for id, masked in zip(record.ids, record.masked, strict=True):
-                    self._train(id, masked)
+                failed = record.failed or [0] * len(record.ids)
+                for id, *parts in zip(record.ids, record.masked, failed, strict=True):
+                    self._train(id, *parts)
             case Ended():
                 for id in record.ids:
                     self._end(id, record.outcome, record.why)
@@ -190,19 +193,20 @@ class Accounts:
             self.tokens["delivered"] += record.tokens
             self.tokens["held"] += record.tokens
 
-    def _train(self, id: int, masked: int) -> None:
+    def _train(self, id: int, masked: int, failed: int) -> None:
         credit = self._known(id, "trained")
         if credit.issued.evaluation or credit.tokens is None:
             what = "is for evaluation" if credit.issued.evaluation else "has not arrived"
             raise ValueError(f"credit {id} trained, but it {what}")
-        if not 0 <= masked <= credit.tokens:
-            raise ValueError(f"credit {id}: {masked} of its {credit.tokens} tokens masked")
+        if min(masked, failed) < 0 or masked + failed > credit.tokens:
+            raise ValueError(f"credit {id}: {masked} of its {credit.tokens} tokens masked, {failed} without a reward")
         del self.open[id]
         self.groups["in_flight"] -= 1
         self.groups["trained"] += 1
         self.tokens["held"] -= credit.tokens
-        self.tokens["trained"] += credit.tokens - masked
+        self.tokens["trained"] += credit.tokens - masked - failed
         self.tokens["masked"] += masked
+        self.tokens["failed"] += failed
 
     def _end(self, id: int, outcome: Ending, why: str) -> None:
         credit = self._known(id, outcome)

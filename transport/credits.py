@@ -144,13 +144,24 @@ class TrainerDelivery:
                 effects += self._end([id], "superseded", why)
         return effects + self._serve(now)
 
-    def settle(self, ids: Sequence[CreditId], masked: Mapping[CreditId, int] | None = None) -> list[Any]:
-        """The step that trained these groups was applied; ``masked`` has the tokens of each that got no gradient. The
+    def settle(
+        self,
+        ids: Sequence[CreditId],
+        masked: Mapping[CreditId, int] | None = None,
+        failed: Mapping[CreditId, int] | None = None,
+    ) -> list[Any]:
+        """The step that trained these groups was applied; ``masked`` has the tokens of each that got no gradient,
+        ``failed`` those of completions without a reward. The
         verdicts leave with the Answers of the ``advance`` that follows."""
         assert self.version is not None
         for id in ids:
             assert id in self._taken, f"group {id} was not taken"
-        entry = Trained(ids=list(ids), version=self.version, masked=[(masked or {}).get(id, 0) for id in ids])
+        entry = Trained(
+            ids=list(ids),
+            version=self.version,
+            masked=[(masked or {}).get(id, 0) for id in ids],
+            failed=[failed.get(id, 0) for id in ids] if failed else [],
+        )
         effects = [self._record(entry)]
         for id in ids:
             ref = self._open.pop(id).ref

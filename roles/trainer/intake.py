@@ -123,6 +123,7 @@ class Intake:
         *,
         trained: Sequence[CreditId] = (),
         masked: Mapping[CreditId, int] | None = None,
+        failed: Mapping[CreditId, int] | None = None,
         waited: float | None = None,
     ) -> None:
         """*main*: the step that trained these groups is applied and the trainer holds ``version``. Verdicts and new
@@ -130,7 +131,7 @@ class Intake:
 
         def run() -> None:
             if trained:
-                self._do(self.delivery.settle(trained, masked))
+                self._do(self.delivery.settle(trained, masked, failed))
             self._do(self.delivery.advance(version, lineage, time.monotonic(), waited))
 
         self.peer.call(run)

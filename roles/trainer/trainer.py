@@ -106,11 +106,11 @@ class Trainer:
             started = time.perf_counter()
             self.split.clear()
             batch = self.wait()
-            masked = self.learn(batch)
+            masked, failed = self.learn(batch)
             if _due(self.step, self.config.evaluation.every_steps):
                 self.evaluate()
             self.publish()
-            self.settle(batch, masked, time.perf_counter() - started)
+            self.settle(batch, masked, failed, time.perf_counter() - started)
             self.report(time.perf_counter() - started)
             if _due(self.step, self.config.checkpoint.every_steps):
                 self.save()
@@ -170,8 +170,8 @@ class Trainer:
         self.state = "training"
         return batch
 
-    def learn(self, batch: list[Trajectory]) -> dict[int, int]:
-        """One optimizer step. Returns the tokens of each credit that got no gradient."""
+    def learn(self, batch: list[Trajectory]) -> tuple[dict[int, int], dict[int, int]]:
+        """One optimizer step. Returns the tokens of each credit that were masked, and those without a reward."""
         settings = self.config.trainer
         groups = [t.group for t in batch]
         train_start = time.time()
@@ -196,17 +196,19 @@ class Trainer:
             "at/train_stop": train_stop,
         }
         self.totals["max_lag"] = max(self.totals["max_lag"], *(s.lag for s in samples))
-        masked: dict[int, int] = dict.fromkeys((t.credit.id for t in batch), 0)
+        masked: collections.Counter[int] = collections.Counter()
+        failed: collections.Counter[int] = collections.Counter()
         for sample, out in zip(samples, scores.masked, strict=True):
-            if out or skipped or not sample.counts:
-                masked[batch[sample.group].credit.id] += sample.sampled_tokens
-        return masked
+            account = failed if not sample.counts else masked if out or skipped else None
+            if account is not None:
+                account[batch[sample.group].credit.id] += sample.sampled_tokens
+        return masked, failed
 
-    def settle(self, batch: list[Trajectory], masked: dict[int, int], elapsed: float) -> None:
+    def settle(self, batch: list[Trajectory], masked: dict[int, int], failed: dict[int, int], elapsed: float) -> None:
         """The step is applied and published: record it, hand out verdicts and the credits of the next."""
         waited = self.split["wait_s"] / max(elapsed, 1e-9)
         ids = [t.credit.id for t in batch]
-        self.intake.advance(self.version, self.lineage, trained=ids, masked=masked, waited=waited)
+        self.intake.advance(self.version, self.lineage, trained=ids, masked=masked, failed=failed, waited=waited)
 
     def report(self, elapsed: float) -> None:
         """Everything a user needs to judge this step, to metrics, log and observers."""

@@ -42,7 +42,7 @@ def test_a_record_replays_into_its_accounts(tmp_path):
         Delivered(id=1, tokens=20),
         Delivered(id=2, tokens=5),
         Delivered(id=5, tokens=7),
-        Trained(ids=[0, 1], version=Version(T1, 0), masked=[4, 0]),
+        Trained(ids=[0, 1], version=Version(T1, 0), masked=[4, 0], failed=[0, 6]),
         Ended(outcome="superseded", ids=[2], why="age"),
         Ended(outcome="failed", ids=[3], why="the verifier raised"),
         Closed(epoch=0, prompt=3, why="failed: the verifier raised"),
@@ -51,10 +51,10 @@ def test_a_record_replays_into_its_accounts(tmp_path):
     assert result.groups == {"issued": 6, "trained": 2, "superseded": 1, "failed": 1, "lost": 0, "in_flight": 2}
     assert result.tokens == {
         "delivered": 42,
-        "trained": 26,
+        "trained": 20,
         "masked": 4,
         "superseded": 5,
-        "failed": 0,
+        "failed": 6,
         "lost": 0,
         "held": 7,
     }
