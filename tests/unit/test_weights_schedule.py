@@ -531,6 +531,8 @@ def test_a_version_that_failed_its_proof_may_come_again():
     assert p.tick(0.2) == []
     effects = p.report("a", report, 0.3)
     assert of(effects, AnnounceTo) == [AnnounceTo("a", B1, v(0), 2, 0)]
+    p.report("a", Report(B1, attempt=2), 0.35)
+    assert p.table({}) == ["a: verified nothing, proved nothing, refused v0@3: probe differs"]
     p.report("a", ready(v(0), 2), 0.4)
     p.broadcast_ended(v(0), 2, True, 0.5)
     p.report("a", Report(B1, attempt=2, verified=v(0)), 0.6)

@@ -318,7 +318,7 @@ class PublisherSchedule:
         """``peer`` refused this attempt. Before the broadcast it would do so again; after it one more is made."""
         o = self._offer
         announced = o is not None and (o.version, o.attempt, o.phase) == (version, attempt, "announced")
-        if not self.receivers[peer].failure(version, attempt, final=announced):
+        if not self.receivers[peer].failure(version, attempt, reason, final=announced):
             return []
         return self._strike(peer, f"refused {version}: {reason}", now)
 

@@ -31,6 +31,7 @@ class Standing:
     failures: int = 0
     failed_attempt: int = 0
     final: bool = False
+    failed_reason: str = ""
     back_at_publication: int = 0
     back_at: float = 0.0
     reason: str = ""
@@ -57,12 +58,12 @@ class Standing:
     def failed_in(self, version: Version, attempt: int) -> bool:
         return (self.failed, self.failed_attempt) == (version, attempt)
 
-    def failure(self, version: Version, attempt: int, final: bool) -> bool:
+    def failure(self, version: Version, attempt: int, reason: str, final: bool) -> bool:
         """It did not verify this attempt; ``final``: another would not help. True when that was one too many."""
         if self.failed_in(version, attempt):
             return False
         self.failures = self.failures + 1 if self.failed == version else 1
-        self.failed, self.failed_attempt, self.final = version, attempt, final
+        self.failed, self.failed_attempt, self.final, self.failed_reason = version, attempt, final, reason
         return final or self.failures >= FAILURES_OF_A_VERSION
 
     def strike(self, reason: str, publications: int, now: float, unit_s: float) -> int:
@@ -103,6 +104,8 @@ def table(receivers: Mapping[PeerId, Standing], names: Mapping[PeerId, str]) -> 
             line += ", never reported"
         elif r.report.refused is not None:
             line += f", refused {r.report.refused}: {r.report.reason}"
+        elif r.failed is not None and (r.proved is None or r.proved < r.failed):
+            line += f", refused {r.failed}: {r.failed_reason}"
         elif r.report.reason:
             line += f", not ready: {r.report.reason}"
         lines.append(line + (f", sits out: {r.reason}" if r.strikes else ""))
