@@ -140,6 +140,15 @@ def superseded(versions: Sequence[Version], number: int, lineage: Lineage, max_l
     return "age" if number - min(v.number for v in versions) > max_lag else None
 
 
+def admits(credit: Credit, version: Version | None, lineage: Lineage, *, gone: bool) -> bool | None:
+    """Whether an engine that runs ``version``, proved, may begin this credit of a trainer with this ``lineage``. None:
+    it never will. ``gone``: the version that a credit of evaluation is pinned to will not come to this engine."""
+    if credit.evaluation:
+        passed = gone or (version is not None and version > credit.min_version)
+        return version == credit.min_version or (None if passed else False)
+    return version is not None and lineage.holds(version) and version.number >= credit.min_version.number
+
+
 def seed_of(run_seed: int, kind: str, epoch: int, prompt: int, attempt: int) -> int:
     """The seed of a credit, 53 bits: the same for the same try of the same prompt in every run with this seed."""
     digest = hashlib.blake2b(f"{run_seed}/{kind}/{epoch}/{prompt}/{attempt}".encode(), digest_size=8).digest()

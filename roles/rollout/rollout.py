@@ -28,7 +28,7 @@ from roles.rollout.engines.base import Engine, EngineDead, RequestFailed
 from roles.rollout.rewards import RewardPool
 from roles.rollout.tasks import load_task
 from roles.rollout.tasks.base import Prompt, Sampler, Task, Transcript, encode
-from transport.delivery import Abort, RolloutDelivery, RunOver, Start
+from transport.delivery import Abort, RolloutDelivery, RunOver, Start, admits
 from transport.evaluation import PASSED
 from transport.messages import Answer, Completion, Credit, CreditId, Group, Status
 from transport.weights.proof import Proof, Prover
@@ -276,18 +276,13 @@ class Rollout:
     async def _admitted(self, trainer: PeerId, credit: Credit) -> Version:
         """The engine's version, once it is one that the credit admits."""
         while True:
-            version = self.engine.version
-            if version is not None:
-                _, lineage = self.delivery.standing(trainer)
-                if credit.evaluation:
-                    if version == credit.min_version:
-                        return version
-                    if version > credit.min_version:
-                        raise RequestFailed(PASSED)
-                    if self.receiver.passed(credit.min_version):
-                        raise RequestFailed(PASSED)
-                elif lineage.holds(version) and version.number >= credit.min_version.number:
-                    return version
+            version, (_, lineage) = self.engine.version, self.delivery.standing(trainer)
+            gone = credit.evaluation and self.receiver.passed(credit.min_version)
+            admitted = admits(credit, version, lineage, gone=gone)
+            if admitted is None:
+                raise RequestFailed(PASSED)
+            if admitted and version is not None:
+                return version
             await self._until_changed()
 
     async def _completion(self, prompt: Prompt, tokens: np.ndarray, credit: Credit, index: int) -> Transcript:

@@ -9,7 +9,7 @@ from mesh.version import Ballot, Lineage, Version
 from roles.trainer.dataset import Dataset
 from transport.accounts import Closed, Ended, Issued, Trained
 from transport.credits import TrainerDelivery
-from transport.delivery import Abort, Dropped, Evaluated, Held, Record, RolloutDelivery, RunOver, Start
+from transport.delivery import Abort, Dropped, Evaluated, Held, Record, RolloutDelivery, RunOver, Start, admits
 from transport.evaluation import PASSED
 from transport.messages import (
     Answer,
@@ -473,6 +473,23 @@ def test_credits_over_the_places_and_those_returned_are_simply_not_held():
     ask = asks(rollout.tick(2.0))["t"]
     assert (ask.held, ask.answered, ask.free) == ([], 1, 1)
     assert ask.returned == {"no place": 1, "weights unproven": 1}
+
+
+def test_a_credit_is_begun_with_a_version_of_its_lineage_that_is_new_enough():
+    lineage = LINEAGE.open(Ballot(2, "t"), 5)
+    order = Credit(id=1, prompt=0, epoch=0, attempt=0, size=2, min_version=v(4), seed=0)
+    for version, admitted in ((None, False), (v(3), False), (v(4), True), (v(5), True), (v(6), False)):
+        assert admits(order, version, lineage, gone=False) is admitted
+    assert admits(order, v(6, Ballot(2, "t")), lineage, gone=False)
+
+
+def test_an_evaluation_whose_version_will_not_come_is_given_up_even_by_an_engine_without_any():
+    order = Credit(id=1, prompt=0, epoch=0, attempt=0, size=1, min_version=v(4), seed=0, evaluation=True)
+    assert admits(order, v(4), LINEAGE, gone=False)
+    for version in (None, v(3)):
+        assert admits(order, version, LINEAGE, gone=False) is False
+        assert admits(order, version, LINEAGE, gone=True) is None
+    assert admits(order, v(5), LINEAGE, gone=False) is None
 
 
 def test_a_paused_rollout_gives_its_credits_back_and_takes_no_more():

@@ -618,6 +618,21 @@ def test_lifting_a_pin_gives_up_what_is_older_than_the_newest():
     assert r.take() == (v(1), 1)
 
 
+def test_a_version_has_passed_when_a_newer_was_announced_and_it_is_not_here():
+    r = joined()
+    r.pin(v(1))
+    assert not r.passed(v(1))
+    get(r, v(0))
+    r.announced("t", announce(v(1)), 0.1)
+    r.began("t", Begin(B1, v(1), 1), 0.1)
+    assert not r.passed(v(1))
+    r.receive_ended(v(1), 1, False, 0.2)
+    assert not r.passed(v(1))  # it may come again
+    r.announced("t", announce(v(2)), 0.3)
+    assert r.passed(v(1))
+    assert not r.passed(v(2))
+
+
 def test_an_abandoned_buffer_is_out_of_use_until_freed():
     r = joined()
     r.announced("t", announce(v(0)), 0.0)

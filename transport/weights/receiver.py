@@ -64,7 +64,6 @@ class Receiver:
         self._shadows: list[Tensor] = []
         self._asked = ""  # the manifest
         self._learning = False
-        self._newest: Version | None = None
         self._in: dict[int, Announce] = {}  # what lies, or is being received, in each shadow
         self._abandoned: list[tuple[int, Formation]] = []
         self._buckets = 0
@@ -120,8 +119,7 @@ class Receiver:
     def passed(self, version: Version) -> bool:
         """Whether ``version`` will not come any more: a newer one has been announced, and it is not here."""
         with self._lock:
-            here = any(a.version == version for a in self._in.values())
-        return not here and self._newest is not None and self._newest > version
+            return self._schedule.passed(version)
 
     @property
     def proved(self) -> Version | None:
@@ -186,7 +184,6 @@ class Receiver:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _announced(self, publisher: PeerId, a: Announce) -> None:
-        self._newest = a.version if self._newest is None else max(self._newest, a.version)
         objection = self._mismatch(a)
         self._do(lambda: self._schedule.announced(publisher, a, time.monotonic(), objection))
 

@@ -104,6 +104,7 @@ class ReceiverSchedule:
         self._manifest = ""
         self._ready: _Ready | None = None
         self._floor: Version | None = None  # highest ever proved: outlives the engine
+        self._newest: Version | None = None  # ever announced
         self._buckets = 0
         self._attempt = 0
         self._refused: Version | None = None
@@ -138,6 +139,7 @@ class ReceiverSchedule:
 
     def announced(self, publisher: PeerId, a: Announce, now: float, objection: str = "") -> list[Any]:
         """``objection``: what the driver found wrong with the announcement itself; it is then refused for that."""
+        self._newest = a.version if self._newest is None else max(self._newest, a.version)
         if not self.publisher:
             self.publisher = publisher
         if self.formation is None or a.ballot != self.formation[0] or publisher != self.publisher:
@@ -241,6 +243,11 @@ class ReceiverSchedule:
             return []
         offered = [(s.version, i) for i, s in enumerate(self._shadows) if s.use == "offered" and s.version is not None]
         return [self._free(i) for v, i in offered if v < max(offered)[0]]
+
+    def passed(self, version: Version) -> bool:
+        """Whether ``version`` will not come any more: a newer one was announced, and it is not here."""
+        here = any(s.version == version for s in self._shadows)
+        return not here and self._newest is not None and self._newest > version
 
     def forget(self, now: float) -> list[Any]:
         """The engine holds nothing any more (it was restarted, or is to load and prove its version afresh): report so,
