@@ -66,7 +66,7 @@ def gemma(seed: int) -> Gemma3ForCausalLM:
 
 
 class Versions:
-    """A weight source that offers what the test puts in, newest only, and a record of what became of it."""
+    """A weight source that hands out once what the test puts in, newest only, and a record of what became of it."""
 
     def __init__(self) -> None:
         self.next = None
@@ -87,19 +87,14 @@ class Versions:
         )
 
     def offered(self):
-        return self.next
+        arrived, self.next = self.next, None
+        return arrived
 
     def took(self, arrived, proof) -> None:
         self.taken.append(arrived.version)
-        self._done(arrived)
 
     def refused(self, arrived, reason) -> None:
         self.refusals.append((arrived.version, reason))
-        self._done(arrived)
-
-    def _done(self, arrived) -> None:
-        if self.next is arrived:
-            self.next = None
 
 
 @pytest.fixture(autouse=True)

@@ -76,7 +76,8 @@ class WeightSource(Protocol):
     """Where versions come from (``transport.weights.receiver``). Called on the engine's thread."""
 
     def offered(self) -> Any | None:
-        """The newest complete, verified version the engine does not have (an ``Arrived``), or None. Cheap."""
+        """The newest complete, verified version the engine does not have (an ``Arrived``), or None. Cheap. Handed out
+        once: the engine answers by ``took`` or ``refused``, however much later."""
 
     def took(self, arrived: Any, proof: Any) -> None: ...
 

@@ -69,6 +69,7 @@ class TransformersEngine(Engine):
         self._unanswered: dict[int, Pending] = {}  # by id() of the request
         self._woken = self._closing = False
         self._queue: deque[Pending] = deque()  # the thread's own
+        self._arrived: Any = None  # handed out by the source, which does so once, and not taken over yet
         self._last_token_at: float | None = None  # while a sequence is running
         self._stepped = False  # in the last turn: then there may be more to do at once
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -237,9 +238,10 @@ class TransformersEngine(Engine):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _take_over(self) -> None:
-        arrived = self.source.offered()
+        self._arrived = arrived = self._arrived or self.source.offered()
         if arrived is None or self._held_for_evaluation():
             return
+        self._arrived = None
         started = time.perf_counter()
         self.prover.before(self, arrived.probe)
         try:
