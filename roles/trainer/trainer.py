@@ -14,35 +14,30 @@ nothing is exchanged. Everything else is written for several (terms, lineage, ba
 """
 
 import collections
-import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from mesh.exits import FINISHED, Requeue, Slept, Stopped
-from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
-from mesh.rundir import write_whole
 from mesh.version import Lineage, Version
 from roles.device import backend_of, device_of
 from roles.formations import group_builder
-from roles.metrics import MetricsWriter, process_figures
 from roles.models import DTYPES
 from roles.rollout.tasks import load_task
 from roles.trainer import checkpoint, ledger
 from roles.trainer.batch import samples_of
 from roles.trainer.buffer import Trajectory
 from roles.trainer.dataset import Dataset
-from roles.trainer.figures import Watch, step_figures
+from roles.trainer.figures import step_figures
 from roles.trainer.intake import Intake, open_ledger
 from roles.trainer.losses import DriftThreshold
 from roles.trainer.policy import Policy, load_policy
-from transport.messages import Go, Member, Probe, Report, Status
+from roles.trainer.progress import Progress
+from transport.messages import Go, Member, Probe
 from transport.weights.manifest import Manifest
 from transport.weights.publisher import Publisher
 
@@ -50,7 +45,7 @@ OPEN_TERM_S = 10.0
 
 
 class Trainer:
-    """One trainer peer. All methods run on the main thread unless they say otherwise."""
+    """One trainer peer, on the main thread."""
 
     def __init__(self, node: Node, peer: Any, policy: Policy, data: Dataset, restored: checkpoint.Found):
         self.node, self.peer, self.policy, self.data = node, peer, policy, data
@@ -58,37 +53,22 @@ class Trainer:
         self.step = 0
         self.lineage = Lineage()
         self.groups_trained = 0
-        self.earlier: dict[str, float] = {}  # sums of the processes of this run before this one
         self.threshold = DriftThreshold(self.config.trainer.negative_max_drift)
-        self.watch = Watch()
         wire = self.config.weights.wire_dtype
         self.wire_dtype = policy.dtype if wire == "auto" else DTYPES[wire]
         buffers = {name for name, _ in policy.model.named_buffers()}
         manifest = Manifest.from_state(policy.named_state(), buffers, self.wire_dtype)
         backend = backend_of(self.config.weights.backend, str(policy.device))
         self.publisher = Publisher(peer, manifest, self.config.weights, group_builder(peer, backend))
-        self.proved: set[Version] = set()
         rng = np.random.default_rng(self.config.run.seed)
-        self.tokens = rng.integers(0, policy.vocabulary, self.config.weights.probe_tokens).astype(np.int32)
-        peer.on(Report, self._reported)
-        first_id = 0
-        if restored.state is not None:
-            self._restore(restored)
+        self.probe = rng.integers(0, policy.vocabulary, self.config.weights.probe_tokens).astype(np.int32)
         first_id = _close_dead_ledgers(node)
         self.ledger = open_ledger(node.run.ledgers, peer.id, peer.run, first_id)
         self.intake = Intake(peer, self.config, data, self.ledger, first_id=first_id, vocabulary=policy.vocabulary)
-        self.metrics = MetricsWriter(node.run.path, node.name, on_error=lambda text: peer.note(text, "warning"))
-        self.figures: dict[str, float] = {}
-        self.split: dict[str, float] = collections.defaultdict(float)
-        self.totals: dict[str, float] = collections.defaultdict(float)
-        self.history: collections.deque[tuple[int, float]] = collections.deque(maxlen=2000)
-        self.evaluations: list[dict[str, float]] = []
-        self.state = "starting"
-        self.happened: collections.deque[tuple[str, str]] = collections.deque(maxlen=1000)
-        self._rollouts: dict[str, str] = {}
-        peer.on_members(self._members)
-        peer.on_departed(self._departed)
-        peer.look = self.status
+        earlier = restored.state.axis if restored.state is not None else {}
+        self.progress = Progress(node, peer, self.publisher, self.intake, earlier)
+        if restored.state is not None:
+            self._restore(restored)
         for text in policy.notes:
             peer.note(text, "warning")
 
@@ -97,23 +77,23 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        self.began = time.monotonic()
         self.open_term()
         self.publish()
         self.intake.advance(self.version, self.lineage)
         self.evaluate()
         while self.step < self.config.run.steps:
             started = time.perf_counter()
-            self.split.clear()
+            self.progress.split.clear()
             batch = self.wait()
-            masked, failed = self.learn(batch)
+            figures, masked, failed = self.learn(batch)
             if _due(self.step, self.config.evaluation.every_steps):
                 self.evaluate()
             self.publish()
             self.settle(batch, masked, failed, time.perf_counter() - started)
-            self.report(time.perf_counter() - started)
+            self._note_evaluation()
+            self.progress.stepped(figures, time.perf_counter() - started, self.data.progress())
             if _due(self.step, self.config.checkpoint.every_steps):
-                self.save()
+                self._save_or_say()
         return self.finish()
 
     @property
@@ -154,101 +134,62 @@ class Trainer:
 
     def publish(self) -> None:
         """Snapshot the weights and hand them to the publisher's thread, with a probe that receivers can check."""
-        with self.timed("probe_s"):
-            probe = Probe(tokens=self.tokens, logprobs=self.policy.probe(self.tokens, self.wire_dtype))
-        with self.timed("snapshot_s"):
+        with self.progress.timed("probe_s"):
+            probe = Probe(tokens=self.probe, logprobs=self.policy.probe(self.probe, self.wire_dtype))
+        with self.progress.timed("snapshot_s"):
             self.publisher.publish(self.version, self.policy.named_state(), probe)
+        self.progress.version = self.version
 
     def wait(self) -> list[Trajectory]:
         """The groups of this step: oldest first, none over ``max_lag``, none of another lineage."""
-        self.state = "waiting for groups"
+        self.progress.state = "waiting for groups"
         self._patience_began = time.monotonic()
         self._served_at = time.monotonic()
-        with self.timed("wait_s"):
+        with self.progress.timed("wait_s"):
             n = self.config.trainer.groups_per_step
             batch = self.intake.batch(n, self.version, self.lineage, self._patience)
-        self.state = "training"
+        self.progress.state = "training"
         return batch
 
-    def learn(self, batch: list[Trajectory]) -> tuple[dict[int, int], dict[int, int]]:
-        """One optimizer step. Returns the tokens of each credit that were masked, and those without a reward."""
+    def learn(self, batch: list[Trajectory]) -> tuple[dict[str, float], dict[int, int], dict[int, int]]:
+        """One optimizer step. Returns its figures, and the tokens of each credit that were masked or had no reward."""
         settings = self.config.trainer
         groups = [t.group for t in batch]
         train_start = time.time()
-        with self.timed("learn_s"):
+        with self.progress.timed("learn_s"):
             samples = samples_of(groups, self.lineage, self.step, divide_by_std=settings.divide_by_std)
             scores = self.policy.accumulate(samples, self.threshold)
-        with self.timed("optimizer_s"):
+        with self.progress.timed("optimizer_s"):
             stepped = self.policy.step(scores.tokens)
         train_stop = time.time()
         skipped = stepped["step_skipped"] > 0
-        self.step += 1
+        self.step = self.progress.step = self.step + 1
         self.groups_trained += len(groups)
         dropped = self.intake.take_superseded()
-        self.figures = {
+        figures = {
             **step_figures(samples, scores, max_lag=settings.max_lag, superseded=dropped),
             **stepped,
             "loss": scores.loss_sum / max(1, scores.tokens),
             "drift_threshold": scores.threshold,
+            "lag_highest": float(max(s.lag for s in samples)),
             "at/generate_first": min(g.generate_start for g in groups),
             "at/generate_last": max(g.generate_stop for g in groups),
             "at/train_start": train_start,
             "at/train_stop": train_stop,
         }
-        self.totals["max_lag"] = max(self.totals["max_lag"], *(s.lag for s in samples))
         masked: collections.Counter[int] = collections.Counter()
         failed: collections.Counter[int] = collections.Counter()
         for sample, out in zip(samples, scores.masked, strict=True):
             account = failed if not sample.counts else masked if out or skipped else None
             if account is not None:
                 account[batch[sample.group].credit.id] += sample.sampled_tokens
-        return masked, failed
+        return figures, masked, failed
 
     def settle(self, batch: list[Trajectory], masked: dict[int, int], failed: dict[int, int], elapsed: float) -> None:
         """The step is applied and published: record it, hand out verdicts and the credits of the next."""
-        waited = self.split["wait_s"] / max(elapsed, 1e-9)
+        waited = self.progress.waited(elapsed)
         ids = [t.credit.id for t in batch]
         self.intake.advance(self.version, self.lineage, trained=ids, masked=masked, failed=failed, waited=waited)
-
-    def report(self, elapsed: float) -> None:
-        """Everything a user needs to judge this step, to metrics, log and observers."""
-        delivery = self.peer.call(self.intake.delivery.metrics)
-        self.totals["step_s"] += elapsed
-        self.totals["wait_s"] += self.split["wait_s"]
-        waiting = self.split["wait_s"] / max(elapsed, 1e-9)
-        self.figures |= {
-            **{f"time/{name}": seconds for name, seconds in self.split.items()},
-            "time/step_s": elapsed,
-            "wait_share": waiting,
-            "wall_s": self._sums()["wall_s"],
-            "epoch": self.data.progress(),
-            "tokens_per_s": delivery["tokens/delivered"] / max(1e-9, time.monotonic() - self.began),
-            **delivery,
-            **{f"weights/{name}": float(value) for name, value in vars(self.publisher.stats()).items()},
-            "weights/proved": float(len(self.proved)),
-            **process_figures(),
-            "longest_gap_s": self.peer.longest_gap_s,
-        }
-        for kind, text in _drain(self.happened):
-            self.metrics.event(self.step, kind, text)
-        self._note_evaluation()
-        self.metrics.row(self.step, self.figures)
-        for text in self.watch.see(self.figures):
-            self.metrics.event(self.step, "warning", text)
-            self.peer.note(text, "warning")
-        if "reward" in self.figures:
-            self.history.append((self.step, self.figures["reward"]))
-        self.peer.log.info(
-            "step %d/%d reward %.3f lag %.1f masked %.0f%% loss %.4f waited %.0f%% of %.2f s",
-            self.step,
-            self.config.run.steps,
-            self.figures.get("reward", float("nan")),
-            self.figures.get("lag_mean", 0.0),
-            100 * self._masked_share(),
-            self.figures["loss"],
-            100 * waiting,
-            elapsed,
-        )
 
     def evaluate(self) -> None:
         """Have the held-out prompts answered by this version while training goes on. Rollouts hear of it before the
@@ -258,24 +199,19 @@ class Trainer:
 
     def finish(self) -> int:
         """The last version is published: evaluate it, save it, and tell everybody that the run is over."""
-        self.state = "evaluating"
+        self.progress.state = "evaluating"
         self._finish_evaluation()
         if self.config.task.heldout_prompts and (
-            not self.evaluations or self.evaluations[-1]["eval_version"] != self.step
+            not self.progress.evaluations or self.progress.evaluations[-1]["eval_version"] != self.step
         ):
             self.intake.evaluate(self.version)
             self._finish_evaluation()
-        self.state = "saving"
+        self.progress.state = "saving"
         self.save()
         checkpoint.save_model(self.node.run.model, self.policy)
         self.intake.finish()
-        for kind, text in _drain(self.happened):
-            self.metrics.event(self.step, kind, text)
-        self.metrics.close()
-        summary = self.summary()
-        write_whole(self.node.run.summary, json.dumps(summary, indent=1) + "\n")
-        self._plot()
-        self.state = "finished"
+        summary = self.progress.finished()
+        self.progress.state = "finished"
         how = "closes" if summary["ledger_closed"] else "DOES NOT CLOSE"
         self.peer.note(f"finished {self.step} steps; accuracy {summary['accuracy_after']}; the ledger {how}")
         return FINISHED
@@ -329,15 +265,8 @@ class Trainer:
 
     def _note_evaluation(self) -> None:
         figures = self.intake.evaluated(self.version)
-        if figures is None:
-            return
-        self.evaluations.append(figures)
-        step = int(figures["eval_version"])
-        self.metrics.row(step, figures)
-        self.peer.note(
-            f"accuracy {figures['eval_accuracy']:.3f} at step {step} "
-            f"(95% {figures['eval_low']:.3f}-{figures['eval_high']:.3f}, n = {figures['eval_samples']:.0f})"
-        )
+        if figures is not None:
+            self.progress.evaluated(figures)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Saving and resuming
@@ -355,11 +284,18 @@ class Trainer:
             groups_trained=self.groups_trained,
             data=data,
             settings=dict(self.peer.card.agreed),
-            axis=self._sums(),
+            axis=self.progress.sums(),
             threshold=(self.threshold.total, self.threshold.tokens),
         )
         path = checkpoint.save(self.node.run.checkpoints, self.policy, state, keep=self.config.checkpoint.keep)
         self.peer.log.info("saved %s", path)
+
+    def _save_or_say(self) -> None:
+        """A checkpoint on the way: training goes on without it when the disk does not take it."""
+        try:
+            self.save()
+        except OSError as e:
+            self.peer.note(f"{e}; training goes on, the last good checkpoint is kept", "error")
 
     def _restore(self, found: checkpoint.Found) -> None:
         state = found.state
@@ -367,9 +303,10 @@ class Trainer:
         assert found.path is not None
         checkpoint.restore(found.path, self.policy, state)
         self.step, self.lineage, self.groups_trained = state.version.number, state.lineage, state.groups_trained
-        self.earlier = dict(state.axis)
+        self.progress.step = self.step
         self.threshold.total, self.threshold.tokens = state.threshold
         self.data.load_state_dict(state.data["order"])
+        self.intake.delivery.load_state_dict(state.data["delivery"])
         changed = [k for k, v in state.settings.items() if self.peer.card.agreed.get(k, v) != v]
         if changed:
             sections = ", ".join(f"[{name}]" for name in changed)
@@ -378,129 +315,9 @@ class Trainer:
             )
         self.peer.note(f"resumed from {found.path} at step {self.step}")
 
-    def _plot(self) -> None:
-        from roles.plot import plot_run
-
-        try:
-            plot_run(self.node.run.path, self.node.run.reward_png, title=self.config.run.name)
-        except (ValueError, OSError) as e:  # the picture is not the run
-            self.peer.note(f"the reward curve could not be drawn: {e}", "warning")
-
-    def _sums(self) -> dict[str, float]:
-        """What has been counted since the run began, over all its trainer processes; kept in each checkpoint."""
-        stats = self.publisher.stats()
-        here = {
-            "wall_s": time.monotonic() - self.began,
-            "step_s": self.totals["step_s"],
-            "wait_s": self.totals["wait_s"],
-            "published": stats.publications,
-            "skipped": stats.skipped,
-            "proved": len(self.proved),
-        }
-        sums = {name: self.earlier.get(name, 0.0) + value for name, value in here.items()}
-        sums["max_lag"] = max(self.earlier.get("max_lag", 0.0), self.totals["max_lag"])
-        if "accuracy_before" in self.earlier:
-            sums["accuracy_before"] = self.earlier["accuracy_before"]
-        elif self.evaluations:
-            sums["accuracy_before"] = self.evaluations[0]["eval_accuracy"]
-        return sums
-
-    def summary(self) -> dict[str, Any]:
-        replayed = ledger.replay(self.node.run.ledgers.glob("*.jsonl"))
-        sums = self._sums()
-        after = self.evaluations[-1] if self.evaluations else {}
-        tokens = {name: n for name, n in replayed.tokens.items() if name != "lost"}
-        return {
-            "steps": self.step,
-            "wall_s": sums["wall_s"],
-            "accuracy_before": sums.get("accuracy_before"),
-            "accuracy_after": after.get("eval_accuracy"),
-            "accuracy_after_low": after.get("eval_low"),
-            "accuracy_after_high": after.get("eval_high"),
-            "accuracy_samples": int(after.get("eval_samples", 0)),
-            "versions_published": int(sums["published"]),
-            "versions_proved": int(sums["proved"]),
-            "snapshots_skipped": int(sums["skipped"]),
-            "max_lag_allowed": self.config.trainer.max_lag,
-            "max_lag_trained": int(sums["max_lag"]),
-            "tokens_per_s": replayed.tokens["delivered"] / max(sums["wall_s"], 1e-9),
-            "trainer_wait_share": sums["wait_s"] / max(sums["step_s"], 1e-9),
-            "ledger": replayed.groups,
-            "ledger_tokens": {**tokens, "failed": tokens["failed"] + replayed.tokens.get("lost", 0)},
-            "ledger_closed": replayed.closes() and replayed.groups["in_flight"] == 0,
-            "prompts_closed_untrained": [{"epoch": c.epoch, "prompt": c.prompt, "why": c.why} for c in replayed.closed],
-        }
-
-    # ------------------------------------------------------------------------------------------------------------------
-    # What others see
-    # ------------------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.split[name] += time.perf_counter() - started
-
-    def _masked_share(self) -> float:
-        f = self.figures
-        kept = f.get("tokens_trained", 0.0) + f.get("tokens_masked", 0.0)
-        return f.get("tokens_masked", 0.0) / kept if kept else 0.0
-
-    def _reported(self, _: PeerId, report: Report) -> None:
-        """*loop*"""
-        if report.proved is not None:
-            self.proved.add(report.proved)
-
-    def _members(self) -> None:
-        """*loop*"""
-        now = {card.id: card.name for card in self.peer.live("rollout")}
-        for peer, name in now.items():
-            if peer not in self._rollouts and self.step > 0:
-                self.happened.append(("joined", f"{name} joined"))
-        self._rollouts = now
-
-    def _departed(self, card: PeerCard, dead: bool, reason: str) -> None:
-        """*loop*"""
-        if card.role == "rollout":
-            self.happened.append(("died" if dead else "left", f"{card.name} {'died' if dead else 'left'}"))
-
-    def status(self) -> Status:
-        """*loop*: for an observer."""
-        f = self.figures
-        accounts = self.intake.delivery.accounts
-        figures = {
-            "step": float(self.step),
-            "tokens_per_s": f.get("tokens_per_s", 0.0),
-            "groups": float(len(self.intake.buffer)),
-            "superseded": float(accounts.groups["superseded"]),
-            "in_flight": float(accounts.groups["in_flight"]),
-            "masked_share": self._masked_share(),
-            "wait_share": f.get("wait_share", 0.0),
-            "lag_mean": f.get("lag_mean", 0.0),
-        }
-        if "reward" in f:
-            figures["reward"] = f["reward"]
-        if self.evaluations:
-            figures["accuracy"] = self.evaluations[-1]["eval_accuracy"]
-        version = self.version if self.lineage.terms else None
-        return Status(
-            seq=0,
-            state=self.state,
-            version=version,
-            figures=figures,
-            texts={},
-            events=list(self.peer.events)[-8:],
-            history=list(self.history),
-        )
-
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _drain(queue: collections.deque) -> Iterator[Any]:
-    while queue:
-        yield queue.popleft()
 
 
 def _close_dead_ledgers(node: Node) -> int:
