@@ -11,10 +11,11 @@ Membership is always there. Further machines are plugged in as ``Part``s, made a
     Node(world, address, parts=[Convene])
 
 Effects are executed one after the other, and the process may be killed between any two of them (``doom``). What is to
-outlive a process, as a synced file does, belongs in ``node.disk``, which ``restart`` hands on.
+outlive a process, as a synced file does, belongs in ``node.disk``, which ``restart`` hands on. Work that takes time is
+a ``thread`` of the process: a generator that yields seconds to wait, and effects.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mesh.effects import Note, Send
@@ -107,6 +108,7 @@ class Node:
         self.parts: list[Part] = []
         self._factories, self._machine = tuple(parts), machine
         self._inbox: list[Envelope] = []
+        self._overdue: list[Callable[[], None]] = []  # what became due while it was stopped
         self._clock_offset = world.rng.uniform(0.0, 1000.0)  # clocks of different processes have nothing in common
         self._life = 0
         world.nodes.append(self)
@@ -196,8 +198,14 @@ class Node:
         self.world.log(self, "wakes")
         self.stopped = False
         inbox, self._inbox = self._inbox, []
+        overdue, self._overdue = self._overdue, []
+        threads_first = bool(overdue) and self.world.rng.random() < 0.5  # before its loop notices that it slept
+        for due in overdue if threads_first else []:
+            due()
         for envelope in inbox:
             self.deliver(envelope)
+        for due in [] if threads_first else overdue:
+            due()
 
     def restart(self, **changes: Any) -> "Node":
         """A new process at the same address, with what the old one had synced to disk."""
@@ -207,6 +215,40 @@ class Node:
             "parts": self._factories, "machine": self._machine, "disk": self.disk, "agreed": self.agreed,
         }  # fmt: skip
         return Node(self.world, self.address, **{**settings, **changes})
+
+    # Work -------------------------------------------------------------------------------------------------------------
+
+    def after(self, delay_s: float, do: Callable[[], Iterable[Any]]) -> None:
+        """Execute the effects that ``do`` returns, unless this life is over then. A stopped process does so when it
+        wakes."""
+        life = self._life
+
+        def due() -> None:
+            if self.running and life == self._life:
+                if self.stopped:
+                    self._overdue.append(due)
+                else:
+                    self.world.touched = self
+                    self.execute(do())
+
+        self.world.after(delay_s, due)
+
+    def thread(self, steps: Iterator[float | Iterable[Any]]) -> None:
+        """Run ``steps`` beside the loop: a float that it yields is a wait in seconds, anything else are effects to
+        execute. It ends with the process."""
+        life = self._life
+
+        def resume() -> Iterable[Any]:
+            for step in steps:
+                if isinstance(step, float):
+                    self.after(step, resume)
+                    break
+                self.execute(step)
+                if not self.running or life != self._life:
+                    break
+            return ()
+
+        self.after(0.0, resume)
 
     # Driver -----------------------------------------------------------------------------------------------------------
 
@@ -242,10 +284,10 @@ class Node:
 
     def _execute(self, effect: Any) -> None:
         match effect:
-            case Send(to, message, address):
+            case Send(to, message, address, bulk):
                 card = self.membership.card_of(to)
                 if address or card:
-                    self.world.send(self, to, address or card.address, message)
+                    self.world.send(self, to, address or card.address, message, bulk=bulk)
                 return
             case Note(text, level):
                 self.world.log(self, f"{level}: {text}")

@@ -11,6 +11,7 @@ may not be the one it was meant for; links part in one direction or both.
 
 import heapq
 import random
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ class Weather:
     connect_s: float = 0.2
     late_tick: float = 0.0  # a tick comes up to ``late_s`` late
     late_s: float = 0.3
+    bulk_s: float = 0.0  # mean of what comes on top for bulk messages, which have a pipe of their own
 
 
 CALM = Weather()
@@ -48,6 +50,8 @@ class Failure(AssertionError):
 
 
 class World:
+    scenario = "membership"
+
     def __init__(self, seed: int):
         self.seed = seed
         self.rng = random.Random(seed)
@@ -88,10 +92,14 @@ class World:
             self.now = until
         except AssertionError as e:
             raise self.failure(str(e)) from e
+        except Exception as e:  # of a machine: whatever it is given, it must not raise
+            where = traceback.extract_tb(e.__traceback__)[-1]
+            raise self.failure(f"{type(e).__name__} in {where.name}: {e}") from e
 
     def failure(self, what: str) -> Failure:
         tail = "\n".join(self.lines[-60:])
-        return Failure(f"seed {self.seed}, at {self.now:.3f} s: {what}\n{tail}\n(python -m tests.sim {self.seed})")
+        replay = f"python -m tests.sim --scenario {self.scenario} {self.seed}"
+        return Failure(f"seed {self.seed}, at {self.now:.3f} s: {what}\n{tail}\n({replay})")
 
     def log(self, who: "Node | None", text: str) -> None:
         self.lines.append(f"{self.now:9.3f}  {who.label if who else '-':<14} {text}")
@@ -122,7 +130,11 @@ class World:
     def heal(self) -> None:
         self._cut.clear()
 
-    def send(self, source: "Node", to: str, address: str, message: Any) -> None:
+    def parted(self, source: str, target: str) -> bool:
+        """Whether nothing gets from one address to the other."""
+        return bool(self._cut.get((source, target)))
+
+    def send(self, source: "Node", to: str, address: str, message: Any, *, bulk: bool = False) -> None:
         """Put a message on the wire; what comes of it is up to the weather."""
         self.sent += 1
         self.incarnations[source.id] = source.membership.incarnation + source.left
@@ -134,11 +146,13 @@ class World:
             return
         for _ in range(1 + (chance() < weather.duplicate)):
             delay = weather.delay_s + self.rng.expovariate(1.0) * weather.jitter_s
+            if bulk and weather.bulk_s:
+                delay += self.rng.expovariate(1.0) * weather.bulk_s
             if chance() < weather.straggler:
                 delay += weather.straggler_s * chance()
             self.after(delay, lambda: self._deliver(source.address, address, envelope))
 
     def _deliver(self, source: str, address: str, envelope: Envelope) -> None:
         node = self.bound.get(address)
-        if node and not self._cut.get((source, address)):
+        if node and not self.parted(source, address):
             node.deliver(envelope)
