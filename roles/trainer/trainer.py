@@ -143,8 +143,7 @@ class Trainer:
     def wait(self) -> list[Trajectory]:
         """The groups of this step: oldest first, none over ``max_lag``, none of another lineage."""
         self.progress.state = "waiting for groups"
-        self._patience_began = time.monotonic()
-        self._served_at = time.monotonic()
+        self._served_at = self._unproved_since = time.monotonic()
         with self.progress.timed("wait_s"):
             n = self.config.trainer.groups_per_step
             batch = self.intake.batch(n, self.version, self.lineage, self._patience)
@@ -236,7 +235,10 @@ class Trainer:
                 f"{self.step}; start rollouts with --role rollout --run {self.node.run.path}, then this with --resume"
             )
         limit = self.config.weights.prove_deadline_s
-        if rollouts and now - self._patience_began > limit and not self._somebody_proved():
+        if not rollouts or self._somebody_proved():
+            self._unproved_since = now
+        elif now - self._unproved_since > limit:
+            self.save()
             raise RuntimeError(
                 f"no rollout has proved a version that step {self.step} admits within {limit:.0f} s "
                 f"(weights.prove_deadline_s): {'; '.join(self.publisher.table())}"

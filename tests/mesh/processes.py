@@ -172,7 +172,12 @@ class Mesh:
 
     def spawn(self, name: str, command: list[str], env: dict[str, str] | None = None) -> Process:
         own = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
-        own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "GATE": str(self.gate), MARK: self.mark}
+        own |= {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{HERE}:{HERE.parents[1]}",
+            "GATE": str(self.gate),
+            MARK: self.mark,
+        }
         process = Process(
             name, command, self.directory / f"{len(self.processes)}-{name.replace('/', '_')}.out", own | (env or {})
         )

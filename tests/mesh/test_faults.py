@@ -74,8 +74,9 @@ def test_a_rollout_of_other_settings_is_not_let_in(mesh, other_model):
 
 
 def test_a_model_of_other_names_is_refused_by_name_and_the_trainer_says_who_proves_nothing(mesh, other_model):
-    settings = {"weights.prove_deadline_s": 2}
+    settings = {"weights.prove_deadline_s": 4}
     trainer = mesh.start("trainer", set=settings)
+    trainer.joins(mesh)  # a rollout that comes later has all of the deadline
     rollout = mesh.start("rollout", fault="other_model", env={"OTHER_MODEL": other_model}, set=settings)
     assert trainer.ends() == 1
     unknown = "model.layers.1.self_attn.q_proj.weight: sent by the trainer, unknown at the engine"
