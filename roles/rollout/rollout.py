@@ -277,7 +277,8 @@ class Rollout:
         """The engine's version, once it is one that the credit admits."""
         while True:
             version, (_, lineage) = self.engine.version, self.delivery.standing(trainer)
-            gone = credit.evaluation and self.receiver.passed(credit.min_version)
+            # an engine that cannot prove its version leaves an evaluation to others
+            gone = credit.evaluation and (bool(self.unproven) or self.receiver.passed(credit.min_version))
             admitted = admits(credit, version, lineage, gone=gone)
             if admitted is None:
                 raise RequestFailed(PASSED)

@@ -82,6 +82,7 @@ class Mesh(World):
         self.groups = Groups(self)
         self.promises = Promises(max_lag)
         self.disks: dict[str, dict[str, Any]] = {}
+        self.broken = ""  # the address of a rollout whose engine proves nothing
         self.invariants.append(_check)
 
     def chance(self, probability: float) -> bool:
@@ -173,6 +174,8 @@ def scenario(seed: int) -> Mesh:
     rng = world.rng
     roles: dict[str, Role] = {"tcp://sim:0": "trainer"}
     roles |= {f"tcp://sim:{i}": "rollout" for i in range(1, rng.randint(2, 5) + 1)}
+    if len(roles) > 2 and rng.random() < 0.2:
+        world.broken = "tcp://sim:2"
     calm_at = rng.uniform(8.0, 20.0)
     for i, (address, role) in enumerate(roles.items()):
         late = i > 1 and rng.random() < 0.3
@@ -264,13 +267,14 @@ def _unsettled(world: Mesh) -> str:
     newest = trainer.version
     for samples in world.rollouts:
         label, d = samples.node.label, samples.delivery
-        if samples.receiver.schedule.proved != newest:
+        broken = samples.node.address == world.broken
+        if samples.receiver.schedule.proved != newest and not broken:
             return f"{label} has proved {samples.receiver.schedule.proved}, the newest is {newest}"
         if d.standing(trainer.node.id)[0] != newest or d.held or d.kept:
             return f"{label} holds {d.held} and keeps {d.kept} groups, and knows of {d.standing(trainer.node.id)[0]}"
     formation = trainer.publisher.schedule.formation
     members = {m.peer for m in formation[1]} if formation else set()
-    outside = [n.label for n in world.living if n.id not in members]
+    outside = [n.label for n in world.living if n.id not in members and n.address != world.broken]
     if outside:
         return f"not in the weights formation: {', '.join(outside)}"
     return f"open at the trainer: {trainer.open_credits()}" if trainer.open_credits() else ""

@@ -138,7 +138,8 @@ class Samples(Part):
         self.version = None
         yield world.rng.random() * world.trouble.prove_s
         assert flat.held == content(version), f"the engine of {self.node.label} loaded something else than {version}"
-        proved = version in self._failed or not world.chance(world.trouble.proof)
+        broken = self.node.address == world.broken
+        proved = not broken and (version in self._failed or not world.chance(world.trouble.proof))
         if proved:
             world.promises.proved(self.node, version)
             self.version = version
@@ -158,7 +159,7 @@ class Samples(Part):
     def _admit(self, work: Work) -> None:
         version, credit = self.version, work.credit
         _, lineage = self.delivery.standing(work.trainer)
-        gone = credit.evaluation and self.receiver.schedule.passed(credit.min_version)
+        gone = credit.evaluation and (self._unproven or self.receiver.schedule.passed(credit.min_version))
         admitted = admits(credit, version, lineage, gone=gone)
         if admitted is None:
             self._fail(work, PASSED)
