@@ -1,6 +1,7 @@
 """All pure machines together on the simulated network: one trainer, a few rollouts, any trouble; promises 2 to 5 after
 every event, and training to the last step once the network is calm. And faults planted for the simulator to find."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_forgotten_verdict_is_found(monkeypatch):
 def test_a_credit_that_is_never_free_again_is_found(monkeypatch):
     hear = RolloutView.hear
     monkeypatch.setattr(RolloutView, "hear", lambda self, ask, now: hear(self, ask, now)[:0])
-    assert "the trainer is not done" in found_within(30)
+    assert re.search("trainer is not done|does not come to rest", found_within(30))  # it holds up the one or the other
 
 
 def test_a_member_that_accepts_two_conveners_at_one_counter_is_found(monkeypatch):
