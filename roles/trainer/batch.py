@@ -5,6 +5,7 @@ length and packed into micro-batches of at most so many padded tokens; the other
 pass. Trainers need not agree on the number of micro-batches: no collective runs inside a backward pass.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ class Sample:
     @property
     def counts(self) -> bool:
         """Whether its tokens are in the denominator of the loss: it has a finite reward."""
-        return bool(np.isfinite(self.advantage))
+        return math.isfinite(self.advantage)
 
     @property
     def teaches(self) -> bool:
@@ -89,18 +90,27 @@ def malformed(group: Group, vocabulary: int) -> str:
             return f"completion {i} has no prompt: its first segment must hold given tokens"
         for j, segment in enumerate(segments):
             n = len(segment.tokens)
-            if n and not 0 <= int(segment.tokens.min()) <= int(segment.tokens.max()) < vocabulary:
-                return f"completion {i}, segment {j} has token ids outside the vocabulary of {vocabulary}"
             if not segment.sampled:
                 continue
             if len(segment.logprobs) != n:
                 return f"completion {i}, segment {j} has {n} tokens and {len(segment.logprobs)} log-probabilities"
-            if not np.isfinite(segment.logprobs).all():
-                return f"completion {i}, segment {j} has a log-probability that is not finite"
             ends = [0, *(span.stop for span in segment.spans)]
             if ends[-1] != n or any(s.start != a or s.stop < a for s, a in zip(segment.spans, ends, strict=False)):
                 return f"completion {i}, segment {j}: its version spans do not cover its {n} tokens in order"
-    return ""
+    segments = [s for c in group.completions for s in c.segments]
+    if not segments:  # no completion at all: that is counted elsewhere
+        return ""
+    tokens = np.concatenate([s.tokens for s in segments])  # judged at once: most groups are well-formed
+    logprobs = np.concatenate([s.logprobs for s in segments if s.sampled] or [np.empty(0, np.float32)])
+    if tokens.min() >= 0 and tokens.max() < vocabulary and np.isfinite(logprobs).all():
+        return ""
+    for i, completion in enumerate(group.completions):
+        for j, segment in enumerate(completion.segments):
+            if len(segment.tokens) and not 0 <= segment.tokens.min() <= segment.tokens.max() < vocabulary:
+                return f"completion {i}, segment {j} has token ids outside the vocabulary of {vocabulary}"
+            if segment.sampled and not np.isfinite(segment.logprobs).all():
+                return f"completion {i}, segment {j} has a log-probability that is not finite"
+    raise AssertionError("a token or a log-probability is wrong, but none was found")
 
 
 def samples_of(groups: Sequence[Group], lineage: Lineage, number: int, *, divide_by_std: bool = False) -> list[Sample]:
@@ -111,26 +121,29 @@ def samples_of(groups: Sequence[Group], lineage: Lineage, number: int, *, divide
     for g, group in enumerate(groups):
         advantages = group_advantages([reward_of(c) for c in group.completions], divide_by_std=divide_by_std)
         started = _lag(lineage, group.started, number)
-        for completion, advantage in zip(group.completions, advantages, strict=True):
+        for completion, advantage in zip(group.completions, advantages.tolist(), strict=True):
             chosen = [s for s in completion.segments if s.sampled]
-            spans = [span for s in chosen for span in s.spans]
-            lags = [np.full(span.stop - span.start, _lag(lineage, span.version, number), np.int32) for span in spans]
-            token_lags = np.concatenate([np.empty(0, np.int32), *lags])
+            spans = [(s.stop - s.start, _lag(lineage, s.version, number)) for c in chosen for s in c.spans]
             samples.append(
                 Sample(
-                    tokens=np.concatenate([s.tokens for s in completion.segments]),
-                    sampled=np.concatenate([np.full(len(s.tokens), s.sampled) for s in completion.segments]),
-                    recorded=np.concatenate([np.empty(0, np.float32), *(s.logprobs for s in chosen)]),
-                    token_lags=token_lags,
+                    tokens=_joined([s.tokens for s in completion.segments], np.int32),
+                    sampled=_joined([np.full(len(s.tokens), s.sampled) for s in completion.segments], bool),
+                    recorded=_joined([s.logprobs for s in chosen], np.float32),
+                    token_lags=_joined([np.full(n, lag, np.int32) for n, lag in spans], np.int32),
                     reward=np.nan if completion.reward is None else float(completion.reward),
-                    advantage=float(advantage),
-                    lag=int(token_lags.max()) if len(token_lags) else started,
+                    advantage=advantage,
+                    lag=max((lag for n, lag in spans if n), default=started),
                     group=g,
                     finish=completion.finish,
                     metrics=completion.metrics,
                 )
             )
     return samples
+
+
+def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    """The parts in one array; the only one as it is, since most completions are a prompt and one turn."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
 def _lag(lineage: Lineage, version: Version, number: int) -> int:

@@ -109,3 +109,7 @@ def sampled(n=2, logprobs=None, spans=((0, 2),), tokens=(3, 4)):
 )
 def test_a_malformed_group_is_named(segments, reason):
     assert reason in malformed(broken(segments), VOCABULARY)
+
+
+def test_a_group_of_nothing_is_not_malformed_and_raises_nothing():
+    assert malformed(group(), VOCABULARY) == ""
