@@ -22,7 +22,9 @@ import numpy as np
 import torch
 
 from mesh.exits import FINISHED, Requeue, Slept, Stopped
+from mesh.identity import PeerCard
 from mesh.node import Node
+from mesh.presets import PRESETS
 from mesh.version import Lineage, Version
 from roles.device import backend_of, device_of
 from roles.formations import group_builder
@@ -102,8 +104,7 @@ class Trainer:
 
     def open_term(self) -> None:
         """Form the gradient formation and open its term, above every term this run has ever had."""
-        others = [card for card in self.peer.live("trainer") if card.id != self.peer.id]
-        if others:
+        if others := self._other_trainers():
             raise ValueError(
                 f"this run has a trainer already: {others[0].name} on {others[0].host}; a mesh has one trainer so far: "
                 "stop that one, or start this one with another --run"
@@ -131,6 +132,16 @@ class Trainer:
         self.lineage = self.lineage.open(term, self.step)
         self.publisher.open_term(self.lineage)
         self.peer.update_card(highest_term=term.counter)
+
+    def _other_trainers(self) -> list[PeerCard]:
+        """Those that are still seen when one that was killed just now has had the time to be noticed."""
+        deadline = time.monotonic() + 2 * PRESETS[self.config.mesh.preset].detection_s()
+        while others := [card for card in self.peer.live("trainer") if card.id != self.peer.id]:
+            if time.monotonic() > deadline:
+                break
+            self.node.stop.check()
+            time.sleep(0.1)
+        return others
 
     def publish(self) -> None:
         """Snapshot the weights and hand them to the publisher's thread, with a probe that receivers can check."""
@@ -278,8 +289,8 @@ class Trainer:
         """A checkpoint of this step; the ledger reaches the disk before it."""
         if not self.lineage.terms:
             return
-        self.peer.call(self.ledger.sync)
         data = self.peer.call(lambda: {"order": self.data.state_dict(), "delivery": self.intake.delivery.state_dict()})
+        self.peer.call(self.ledger.sync)  # after it: a prompt that is closed in the checkpoint is listed in the ledger
         state = checkpoint.State(
             version=self.version,
             lineage=self.lineage,
