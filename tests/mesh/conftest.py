@@ -54,6 +54,7 @@ def finished(tmp_path_factory, model):
     mesh = Mesh(tmp_path_factory.mktemp("finished"), model)
     up = mesh.up("--rollouts", "2", set=LEARNING)
     assert up.ends(2 * PATIENCE_S) == 0, up.said
+    assert " ended: " not in up.said, "of no peer but the trainer, and of that only when it fails"
     mesh.leaves_nothing_running()
     yield mesh
     mesh.close()

@@ -245,7 +245,7 @@ class Mesh:
     def reaches(self, step: int) -> None:
         def look() -> bool:
             for process in self.processes:
-                assert process.code in (None, 0, -signal.SIGKILL), f"{process.name}: {process.code}\n{process.said}"
+                assert process.code in (None, 0, 130, -signal.SIGKILL), f"{process.name}: {process.code}\n{process.said}"
             return self.step() >= step
 
         soon(look, f"the run reaches step {step}")

@@ -69,3 +69,21 @@ def work_of_the_gone_is_ordered_again(mesh, *gone):
         for lost in (issued[id] for id in end.ids):
             again = next(e for e in after if (e.epoch, e.prompt) == (lost.epoch, lost.prompt))
             assert again.attempt == lost.attempt, "that its rollout went is not the prompt's fault"
+
+
+def test_a_local_mesh_ends_whole_by_ctrl_c_and_by_kill(mesh):
+    mesh.hold_after(4 * 8)
+    up = mesh.up("--rollouts", "1")
+    mesh.is_held(2)
+    up.interrupt()
+    assert up.ends(20.0) == 130, up.said
+    mesh.leaves_nothing_running()
+    saved = max(int(path.name.split("-")[0]) for path in (mesh.run / "checkpoints").iterdir())
+    assert saved == mesh.step()
+
+    mesh.hold_after(4 * 8)
+    mesh.let_go()
+    up = mesh.up("--rollouts", "1", "--resume")
+    mesh.is_held(saved + 2)
+    up.kill()
+    mesh.leaves_nothing_running()
