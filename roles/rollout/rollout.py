@@ -386,11 +386,9 @@ class _Source:
         self._rollout.version_changed()
 
     def refused(self, arrived: Arrived, reason: Proof | str) -> None:
-        self._rollout.receiver.refused(arrived, reason)
-        text = reason if isinstance(reason, str) else reason.reason
+        self._rollout.receiver.refused(arrived, reason)  # which tells user and publisher
         if isinstance(reason, Proof):  # it was loaded: nothing is sampled until a good version comes
-            self._rollout.pause(text)
-        self._rollout.peer.note(text if isinstance(reason, Proof) else f"{arrived.version} refused: {text}", "error")
+            self._rollout.pause(reason.reason)
         self._rollout.version_changed()
 
 

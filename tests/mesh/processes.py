@@ -245,7 +245,8 @@ class Mesh:
     def reaches(self, step: int) -> None:
         def look() -> bool:
             for process in self.processes:
-                assert process.code in (None, 0, 130, -signal.SIGKILL), f"{process.name}: {process.code}\n{process.said}"
+                code = process.code
+                assert code in (None, 0, 130, -signal.SIGKILL), f"{process.name}: {code}\n{process.said}"
             return self.step() >= step
 
         soon(look, f"the run reaches step {step}")

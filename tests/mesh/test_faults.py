@@ -41,7 +41,7 @@ def test_a_rollout_with_a_wrong_probe_samples_nothing_until_a_good_version_comes
         assert seen["wrong"].version is None
         assert seen["sound"].version.number >= 8
         differences = re.findall(
-            rf"{V} refused: log-probabilities differ .* by (\S+) nat .* allowed are 0.001", wrong.said
+            rf"{V} of trainer@\S+ is refused: log-probabilities differ .* by (\S+) nat .* allowed are 0.001", wrong.said
         )
         assert differences
         assert all(int(version) > 0 and 0.45 < float(nat) < 0.55 for version, nat in differences)
@@ -55,7 +55,7 @@ def test_a_rollout_with_a_wrong_probe_samples_nothing_until_a_good_version_comes
         assert not seen["wrong"].state.startswith("unproven")
     mesh.let_go()
     assert (trainer.ends(), sound.ends(), wrong.ends()) == (0, 0, 0), trainer.said + wrong.said
-    assert wrong.said.count(" refused: log-probabilities") == refusals
+    assert wrong.said.count(" is refused: log-probabilities") == refusals
     summary = mesh.summary()
     assert summary["ledger_closed"]
     assert summary["ledger"]["trained"] == 30 * 8
@@ -83,6 +83,8 @@ def test_a_model_of_other_names_is_refused_by_name_and_the_trainer_says_who_prov
     for text in ("weights.prove_deadline_s", "rollout@", "proved nothing", unknown):
         assert text in trainer.error
     rollout.says("trainer left")
-    assert f"v0@1 refused: weights do not fit the engine: {unknown}" in rollout.said
+    assert re.search(
+        rf"v0@1 of trainer@\S+ is refused: weights do not fit the engine: {re.escape(unknown)}", rollout.said
+    )
     rollout.interrupt()
     assert rollout.ends(10.0) == 130

@@ -148,7 +148,7 @@ class Prover:
         return Proof(
             version=version,
             proved=not reason,
-            reason=f"{version} refused: {reason}" if reason else "",
+            reason=reason,
             difference=after,
             floor=limit,
             power=power,
