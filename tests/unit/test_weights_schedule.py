@@ -206,6 +206,13 @@ def test_a_lone_receiver_that_stays_silent_is_not_complained_about_for_ever():
     assert [e.publications for e in outs] == [1, 2, 4, 8, 16, 32, 64]
 
 
+def test_who_sits_out_already_does_not_sit_out_longer_for_being_taken_along():
+    p = formed(A)
+    p.snapshot(v(0), 0, 0.0)
+    outs = [(k, e.publications) for k in range(1, 60) for e in of(p.tick(float(k)), SatOut)]
+    assert outs == [(3, 1), (9, 2), (21, 4), (45, 8)]
+
+
 def test_who_does_not_answer_the_invitation_sits_out():
     p = PublisherSchedule(T, W)
     p.live([A, B], 0.0)

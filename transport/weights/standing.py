@@ -67,7 +67,10 @@ class Standing:
         return final or self.failures >= FAILURES_OF_A_VERSION
 
     def strike(self, reason: str, publications: int, now: float, unit_s: float) -> int:
-        """Sit out from now on; returns how many publications, 0 when there is no news in it."""
+        """Sit out from now on; returns how many publications, 0 when there is no news in it. Who sits out already, and
+        was taken along for want of others, does not sit out longer for it."""
+        if self.sits_out(publications, now):
+            return 0
         news = self.strikes < MOST_STRIKES
         self.strikes = min(self.strikes + 1, MOST_STRIKES)
         count = 2 ** (self.strikes - 1)
