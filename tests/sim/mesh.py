@@ -82,6 +82,7 @@ class Mesh(World):
         self.groups = Groups(self)
         self.promises = Promises(max_lag)
         self.disks: dict[str, dict[str, Any]] = {}
+        self.over = False  # nobody starts any more
         self.broken = ""  # the address of a rollout whose engine proves nothing
         self.invariants.append(_check)
 
@@ -92,7 +93,7 @@ class Mesh(World):
         return next((n.label for n in reversed(self.nodes) if n.id == peer), peer[:4])
 
     def start(self, address: str, role: Role) -> None:
-        if address not in self.bound:
+        if address not in self.bound and not self.over:
             parts = [Convenes, Publishes, Trains] if role == "trainer" else [Convenes, Receives, Samples]
             disk = self.disks.setdefault(address, {})
             Node(self, address, role=role, seeds=("tcp://sim:0", "tcp://sim:1"), parts=parts, disk=disk)
@@ -105,8 +106,13 @@ class Mesh(World):
         super().send(source, to, address, message, bulk=bulk)
 
     @property
+    def trainers(self) -> list[Trains]:
+        return [p for node in self.living for p in node.parts if isinstance(p, Trains)]
+
+    @property
     def trainer(self) -> Trains:
-        return next(p for node in self.living for p in node.parts if isinstance(p, Trains))
+        [trainer] = self.trainers
+        return trainer
 
     @property
     def rollouts(self) -> list[Samples]:
@@ -117,8 +123,9 @@ class Mesh(World):
         start = self.now
         while missing := done():
             if self.now - start > within_s:
-                for line in self.trainer.publisher.schedule.table({n.id: n.label for n in self.nodes}):
-                    self.log(None, line)
+                for trains in self.trainers:
+                    for line in trains.publisher.schedule.table({n.id: n.label for n in self.nodes}):
+                        self.log(trains.node, line)
                 raise self.failure(f"{what} within {within_s:.0f} s: {missing}")
             self.run(self.now + 0.2)
 
@@ -284,6 +291,7 @@ def _finish(world: Mesh) -> None:
     trainer = world.trainer
     node = trainer.node
     node.execute(trainer.delivery.finish(node.now))
+    world.over = True
     world.after(1.0, lambda: node.leave("finished"))
     world.until(lambda: ", ".join(n.label for n in world.living), FINISH_S, "not everybody has left")
     disk: Disk = node.disk["trainer"]

@@ -239,6 +239,7 @@ class Receives(Part):
                 self.world.log(self.node, f"refuses {version}: {reason}")
             case Form(go) if go.kind == "weights":
                 self.mover.form(go)
+                return self.schedule.forming(go.ballot, now)
         return []
 
     def _formed(self, formation: Formation) -> list[Any]:

@@ -466,6 +466,15 @@ def test_without_a_formation_nothing_is_ready():
     assert report_of(r.disbanded(B1, 2.1)) == Report(None, attempt=1)
 
 
+def test_a_receiver_whose_next_group_fails_tells_whoever_announces_that_it_is_in_none():
+    r = joined()
+    r.announced("t", announce(v(0)), 0.0)
+    assert report_of(r.forming(Ballot(12, "u"), 0.1)) == Report(None, attempt=1)
+    assert r.forming(B1, 0.1) == []
+    [send] = r.announced("u", announce(v(0, NEWER), ballot=Ballot(12, "u")), 1.2)
+    assert send == Send("u", Report(None, attempt=1))
+
+
 def test_only_the_convener_of_the_formation_publishes_in_it():
     r = joined()
     assert of(r.announced("z", announce(v(0)), 5.0), Send)[0].to == "t"

@@ -70,7 +70,7 @@ class Receiver:
         port.on(Announce, self._announced)
         port.on(Begin, self._began)
         port.on(ManifestTell, self._told)
-        port.on_go("weights", self._mover.form)
+        port.on_go("weights", self._go)
         port.every(TICK_S, self._tick)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -230,6 +230,10 @@ class Receiver:
 
     def _formed(self, formation: Formation) -> None:
         self._do(lambda: self._schedule.formed(formation.ballot, formation.members, time.monotonic()))
+
+    def _go(self, go: Go) -> None:
+        self._do(lambda: self._schedule.forming(go.ballot, time.monotonic()))
+        self._mover.form(go)
 
     def _failed(self, go: Go, reason: str, at_fault: Sequence[Member]) -> None:
         self._port.note(f"weights formation {go.ballot} failed: {reason}", "warning")

@@ -125,8 +125,14 @@ class ReceiverSchedule:
         self.formation, self.publisher = (ballot, tuple(members)), ballot.convener
         return self._report(now)
 
+    def forming(self, ballot: Ballot, now: float) -> list[Any]:
+        """A group of this ballot is being built, and may fail at this end alone: the present one is given up."""
+        if self.formation is None or ballot <= self.formation[0]:
+            return []
+        return self.disbanded(self.formation[0], now)
+
     def disbanded(self, ballot: Ballot, now: float) -> list[Any]:
-        """The formation broke, or a newer one is being built."""
+        """The formation broke."""
         if self.formation is None or self.formation[0] != ballot:
             return []
         self.formation = None
@@ -140,7 +146,7 @@ class ReceiverSchedule:
     def announced(self, publisher: PeerId, a: Announce, now: float, objection: str = "") -> list[Any]:
         """``objection``: what the driver found wrong with the announcement itself; it is then refused for that."""
         self._newest = a.version if self._newest is None else max(self._newest, a.version)
-        if not self.publisher:
+        if self.formation is None:  # whoever it is must hear that this receiver is in no formation
             self.publisher = publisher
         if self.formation is None or a.ballot != self.formation[0] or publisher != self.publisher:
             return self._report(now)
