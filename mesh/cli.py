@@ -41,9 +41,9 @@ def _run_node(
     name: Annotated[str, typer.Option("--name", help="Shown to others and in file names.")] = "",
 ) -> None:
     """One peer of the mesh, in the foreground."""
-    from mesh.node import run_node
+    from mesh.node import end, run_node
 
-    raise typer.Exit(
+    end(
         run_node(
             role=role.value,
             config_path=config,

@@ -11,6 +11,11 @@ class Requeue(RuntimeError):
     """The peer cannot go on for want of others; what could be saved is saved. Exit code 75."""
 
 
+class GivenUp(RuntimeError):
+    """A deadline has passed and waiting longer is pointless; the text says for whom, how long, and what to do. Exit
+    code 1."""
+
+
 class Slept(RuntimeError):
     """This process was stopped for longer than the others take to call it dead: it must start again as a new peer."""
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mesh import config as settings
 from mesh import exits, launch, logs, rendezvous, secret
@@ -140,7 +140,7 @@ def run_node(
         log.warning("%s: starting again as a new peer", e)
         again = ["--resume"] if role == "trainer" and not resume else []
         os.execv(sys.executable, [sys.executable, "-m", "mesh.node", *sys.argv[1:], *again])
-    except ValueError as e:
+    except (ValueError, exits.GivenUp) as e:
         log.debug("failed", exc_info=True)
         log.error("error: %s", e)
         return exits.FAILURE
@@ -148,6 +148,15 @@ def run_node(
         log.debug("failed", exc_info=True)
         log.error("error: %s: %s%s", type(e).__name__, e, where)
         return exits.FAILURE
+
+
+def end(code: int) -> NoReturn:
+    """Leave the process now. Everything with an owner is closed by then; what is left is the interpreter taking torch
+    apart, which takes more than a second and can crash while a process group's threads still run."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _main_of(role: Role) -> Callable[[Node], int]:

@@ -201,6 +201,8 @@ class Peer:
 
     def check(self) -> None:
         """Raises when the loop has ended or this peer slept: what it remembers no longer holds."""
+        if self.refused and self._alone():
+            raise ValueError(self.refused)
         if self.slept_s:
             raise Slept(f"this process did not run for {self.slept_s:.0f} s and the others may hold it dead")
         if self._dead is not None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mesh.exits import FINISHED, Requeue, Slept, Stopped
+from mesh.exits import FINISHED, GivenUp, Requeue, Slept, Stopped
 from mesh.identity import PeerCard
 from mesh.node import Node
 from mesh.presets import PRESETS
@@ -250,7 +250,7 @@ class Trainer:
             self._unproved_since = now
         elif now - self._unproved_since > limit:
             self.save()
-            raise RuntimeError(
+            raise GivenUp(
                 f"no rollout has proved a version that step {self.step} admits within {limit:.0f} s "
                 f"(weights.prove_deadline_s): {'; '.join(self.publisher.table())}"
             )
