@@ -104,7 +104,8 @@ def _look(parent: int, used: dict[int, Used], begun: bool) -> None:
             continue
         if not line:
             continue
-        entry = used.setdefault(process.pid, Used(_name(line)))
+        entry = used.setdefault(process.pid, Used(""))
+        entry.name = _name(line)  # again: a new process has its parent's until it has begun
         entry.cpu_s = times.user + times.system
         if begun:
             entry.before_s = entry.cpu_s if entry.before_s is None else entry.before_s
