@@ -71,7 +71,7 @@ def _up(
         float, typer.Option(min=0, max=1, help="Kill one rollout (SIGKILL) at this share of the steps; 0: never.")
     ] = 0.0,
     add_rollout_at: Annotated[
-        float, typer.Option(min=0, max=1, help="Start one more rollout at this share of the steps; 0: never.")
+        float, typer.Option(min=0, max=1, help="One more rollout joins at about this share of the steps; 0: never.")
     ] = 0.0,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
 ) -> None:

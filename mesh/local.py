@@ -17,6 +17,7 @@ from rich.markup import escape
 from mesh import config as settings
 from mesh import exits, launch, logs, view
 from mesh.node import Node
+from mesh.plan import Plan
 from mesh.rundir import RunDir, fresh
 from transport.messages import Look, Status
 
@@ -110,8 +111,9 @@ class Local:
         self.console = console
         self.plain = plain or not console.is_terminal
         self.steps = node.config.run.steps
-        self.kill_at = int(kill_at * self.steps)
-        self.add_at = int(add_at * self.steps)
+        self.plan = Plan(self.steps, kill_at, add_at)
+        self.start_s = 10.0  # from a rollout's start to its joining, until the first has shown it
+        self.joined: set[str] = set()
         self.seen = view.Seen(run=node.run.path.name, steps=self.steps)
         self.peer = node.peer()
         self.peer.on(Status, self._status)
@@ -121,6 +123,7 @@ class Local:
         host = socket.gethostname()
         self.children = [Child("trainer", f"trainer@{host}", node.run, ["--resume"] if resume else [])]
         self.children += [Child("rollout", f"rollout-{i}@{host}", node.run, []) for i in range(rollouts)]
+        self.began = time.monotonic()
 
     def _look(self) -> None:
         self._seq += 1
@@ -129,6 +132,15 @@ class Local:
         for card in self.peer.live():
             if card.role != "observer":
                 self.peer.send(card.id, Look(seq=self._seq))
+            if card.role == "rollout" and card.name not in self.joined:
+                self._joined(card.name)
+
+    def _joined(self, name: str) -> None:
+        if not self.joined:
+            self.start_s = time.monotonic() - self.began
+        elif self.seen.step:
+            self._mark(self.seen.step, f"{name} joined")
+        self.joined.add(name)
 
     def _status(self, sender: str, status: Status) -> None:
         self.seen.status[sender] = (time.monotonic(), status)
@@ -174,18 +186,16 @@ class Local:
 
     def _plan(self) -> None:
         step = self.seen.step
-        if self.kill_at and step >= self.kill_at:
-            self.kill_at = 0
+        self.plan.see(step, time.monotonic())
+        if self.plan.kill_now():
             victim = next((c for c in reversed(self.children) if c.role == "rollout" and c.code is None), None)
             if victim:
                 os.kill(victim.process.pid, signal.SIGKILL)
                 self._mark(step, f"{victim.name} killed (SIGKILL)")
-        if self.add_at and step >= self.add_at:
-            self.add_at = 0
+        if self.plan.add_now(self.start_s):
             number = sum(c.role == "rollout" for c in self.children)
             name = f"rollout-{number}@{socket.gethostname()}"
             self.children.append(Child("rollout", name, self.node.run, []))
-            self._mark(step, f"{name} started")
 
     def _mark(self, step: int, text: str) -> None:
         self.seen.marks.append((step, text))
