@@ -50,8 +50,11 @@ class Trouble:
     reward: float = 0.0
     returned: float = 0.0
 
-
-WORK = Trouble()
+    @property
+    def calm(self) -> "Trouble":
+        """Work as slow as it was, without failures; a transfer far from its time-out."""
+        slow = {name: getattr(self, name) for name in ("prove_s", "learn_s", "sample_s")}
+        return Trouble(transfer_s=min(self.transfer_s, 0.1), **slow)
 
 
 class Mesh(World):
@@ -64,7 +67,7 @@ class Mesh(World):
         rng = self.rng
         max_lag = rng.choice((0, 1, 2, 3))
         self.settings = Config(
-            run=Run(steps=rng.randint(5, 10)),
+            run=Run(steps=rng.randint(6, 14)),
             task=Task(heldout_prompts=3),
             trainer=Trainer(
                 group_size=2,
@@ -78,7 +81,7 @@ class Mesh(World):
             weights=Weights(op_timeout_s=1.0, ready_wait_s=1.5, form_timeout_s=3.0, reform_interval_s=0.5),
         )
         self.prompts = rng.randint(9, 25)
-        self.trouble = WORK
+        self.trouble = Trouble()
         self.groups = Groups(self)
         self.promises = Promises(max_lag)
         self.disks: dict[str, dict[str, Any]] = {}
@@ -196,10 +199,12 @@ def scenario(seed: int) -> Mesh:
         late_tick=rng.choice((0.0, 0.1)),
         bulk_s=rng.choice((0.0, 0.1, 0.5)),
     )
+    slow_network = rng.random() < 0.5  # broadcasts take longer than steps
     world.trouble = Trouble(
-        transfer_s=rng.choice((0.01, 0.2)),
+        transfer_s=rng.choice((0.1, 0.3)) if slow_network else 0.01,
         prove_s=rng.choice((0.2, 1.0)),
-        sample_s=rng.choice((1.0, 3.0)),
+        learn_s=0.1 if slow_network else 0.6,
+        sample_s=0.2 if slow_network else rng.choice((1.0, 3.0)),
         operation=rng.choice((0.0, 0.1)),
         build=rng.choice((0.0, 0.1)),
         corrupt=rng.choice((0.0, 0.05)),
@@ -245,7 +250,7 @@ def _misfortune(world: Mesh, roles: dict[str, Role]) -> None:
 
 def _calm(world: Mesh, roles: dict[str, Role]) -> None:
     world.log(None, "calm")
-    world.weather, world.trouble = CALM, WORK
+    world.weather, world.trouble = CALM, world.trouble.calm
     world.heal()
     for node in world.living:
         node.fuse = None

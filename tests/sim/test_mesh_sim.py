@@ -90,7 +90,7 @@ def test_a_forgotten_verdict_is_found(monkeypatch):
 def test_a_credit_that_is_never_free_again_is_found(monkeypatch):
     hear = RolloutView.hear
     monkeypatch.setattr(RolloutView, "hear", lambda self, ask, now: hear(self, ask, now)[:0])
-    assert re.search("trainer is not done|does not come to rest", found_within(30))  # it holds up the one or the other
+    assert re.search("trainer is not done|does not come to rest", found_within(100))  # it holds up the one or the other
 
 
 def test_a_member_that_accepts_two_conveners_at_one_counter_is_found(monkeypatch):
@@ -103,7 +103,7 @@ def test_a_member_that_accepts_two_conveners_at_one_counter_is_found(monkeypatch
         return invited(self, sender, message, now)
 
     monkeypatch.setattr(Convening, "_invited", faithless)
-    assert "accepts two conveners" in found_within(60)
+    assert "accepts two conveners" in found_within(100)
 
 
 def test_a_ballot_that_is_decided_twice_is_found(monkeypatch):
@@ -122,13 +122,13 @@ def test_a_ballot_that_is_decided_twice_is_found(monkeypatch):
 
 def test_lag_that_is_counted_across_lineages_is_found(monkeypatch):
     monkeypatch.setattr(Lineage, "holds", lambda self, version: True)
-    assert "of another lineage" in found_within(60)
+    assert "of another lineage" in found_within(100)
 
 
 def test_lag_that_is_not_counted_is_found(monkeypatch):
     monkeypatch.setattr(credits, "superseded", lambda *args: None)
     monkeypatch.setattr("roles.trainer.buffer.superseded", lambda *args: None)
-    assert "is trained with lag" in found_within(60)
+    assert "is trained with lag" in found_within(100)
 
 
 def test_a_buffer_that_is_released_while_it_is_sent_is_found(monkeypatch):
@@ -149,7 +149,7 @@ def test_a_shadow_that_is_written_in_the_engines_hands_is_found(monkeypatch):
         return taken
 
     monkeypatch.setattr(ReceiverSchedule, "take", careless)
-    assert "engine" in found_within(20)
+    assert "engine" in found_within(100)
 
 
 def test_a_version_reported_before_it_is_proved_is_found(monkeypatch):
@@ -176,4 +176,4 @@ def test_more_on_order_than_the_bound_allows_is_found(monkeypatch):
 def test_a_term_file_that_is_not_read_is_found(monkeypatch):
     monkeypatch.setattr(Disk, "term", property(lambda self: 0, lambda self, counter: None), raising=False)
     monkeypatch.setattr(Lineage, "open", lambda self, term, number: Lineage((*self.terms, (term, number))))
-    assert "is not the highest" in found_within(60)
+    assert "is not the highest" in found_within(100)
