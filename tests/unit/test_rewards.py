@@ -84,6 +84,11 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
+def workers() -> list[psutil.Process]:
+    """The reward workers of this process; other tests may have left helpers of their own."""
+    return [child for child in psutil.Process().children() if "roles.rollout.reward_worker" in child.cmdline()]
+
+
 def run(body, *, function="by_kind", timeout_s=20.0, workers=1, reward=None):
     """``await body(pool, score)`` with a started pool; score takes completions and returns Scored."""
 
@@ -168,7 +173,7 @@ def test_a_crash_costs_its_own_completions_only_and_is_named(directory, caplog):
 
 def test_a_worker_that_was_killed_while_idle_costs_nothing(directory):
     async def body(pool, score):
-        (child,) = psutil.Process().children()
+        (child,) = workers()
         child.kill()
         child.wait(5)
         assert await score("fine") == [Scored(1.0)]
@@ -214,7 +219,7 @@ def test_what_a_stopped_function_forked_ends_with_it(directory):
 
 def test_a_cancelled_call_keeps_its_worker(directory):
     async def body(pool, score):
-        (child,) = psutil.Process().children()
+        (child,) = workers()
         task = asyncio.ensure_future(score("linger"))
         async with asyncio.timeout(20):
             while not (directory / "lingering").exists():
@@ -222,7 +227,7 @@ def test_a_cancelled_call_keeps_its_worker(directory):
         task.cancel()
         assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
         assert await score("fine") == [Scored(1.0)]
-        assert child in psutil.Process().children()
+        assert child in workers()
         assert pool.counts == {"ok": 2}
 
     run(body)
@@ -267,7 +272,7 @@ def test_a_function_that_cannot_be_had_is_one_clear_error_at_the_start(directory
         run(body, reward=reward, workers=2)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-    assert not psutil.Process().children()
+    assert not workers()
 
 
 def test_no_worker_outlives_a_parent_that_was_killed(directory):
