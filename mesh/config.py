@@ -5,7 +5,10 @@ A setting exists because a user would change it; its default carries its reason 
 
 import difflib
 import hashlib
+import math
+import operator
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,11 +55,11 @@ class Trainer(Struct, forbid_unknown_fields=True):
     group_size: int = 8  # completions of one prompt, compared with each other
     groups_per_step: int = 32  # prompts in one batch
     learning_rate: float = 1e-6
-    warmup_steps: int = 5
+    warmup_steps: int = 5  # the learning rate rises linearly over them, then stays
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 1.0  # a longer gradient is scaled down to it; 0: never
     micro_batch_tokens: int = 8192  # padded tokens in one forward
     divide_by_std: bool = False  # advantage over the group's standard deviation; some runs collapse with it
     correction: Literal["none"] = "none"  # gradient as if samples were fresh
@@ -72,12 +75,12 @@ class Trainer(Struct, forbid_unknown_fields=True):
 
 class Evaluation(Struct, forbid_unknown_fields=True):
     every_steps: int = 25  # 0: only before and after
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0: greedy
 
 
 class Checkpoint(Struct, forbid_unknown_fields=True):
     every_steps: int = 50  # 0: only at the end
-    keep: int = 2
+    keep: int = 2  # the newest; 0: all
 
 
 class Weights(Struct, forbid_unknown_fields=True):
@@ -89,7 +92,7 @@ class Weights(Struct, forbid_unknown_fields=True):
     form_timeout_s: float = 10.0  # to build a group
     reform_interval_s: float = 1.0  # the formation is renewed at most this often
     prove_deadline_s: float = 120.0  # nobody proves a version that credits need: stop with a table
-    probe_tokens: int = 32
+    probe_tokens: int = 32  # of the sequence whose log-probabilities are compared
     probe_floor: float = 0.0  # mean absolute nat; 0: 1e-3 where engine and wire are float32, 0.1 otherwise
 
 
@@ -190,22 +193,41 @@ def _nearest(key: str, fields: dict, section: str) -> str:
     return f"; known here: {', '.join(fields)}"
 
 
-def _check(c: Config, where: str) -> None:
-    def need(ok: bool, what: str) -> None:
-        if not ok:
-            raise ValueError(f"{where}: {what}")
+LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("at least 1", lambda v: v >= 1, """run.steps task.train_prompts rollout.max_new_tokens rollout.groups_in_flight
+        rollout.max_batch rollout.reward_workers trainer.groups_per_step trainer.micro_batch_tokens weights.bucket_mib"""),
+    ("at least 2", lambda v: v >= 2, "trainer.group_size weights.probe_tokens"),
+    ("at least 0", lambda v: v >= 0, """run.seed task.seed task.heldout_prompts rollout.threads trainer.threads
+        trainer.warmup_steps trainer.weight_decay trainer.max_grad_norm trainer.negative_max_drift trainer.retries
+        evaluation.every_steps evaluation.temperature checkpoint.every_steps checkpoint.keep weights.probe_floor"""),
+    ("between 0 and 64", lambda v: 0 <= v <= 64, "trainer.max_lag"),
+    ("between 0 and 65535", lambda v: 0 <= v <= 65535, "mesh.port"),
+    ("at least 0 and less than 1", lambda v: 0 <= v < 1, "trainer.adam_beta1 trainer.adam_beta2"),
+    ("more than 0 and less than 1", lambda v: 0 < v < 1, "trainer.wait_target"),
+    ("positive", lambda v: v > 0, "rollout.temperature trainer.learning_rate"),
+)  # fmt: skip
+"""What a number must be, and which settings it holds for. All are finite, and what ends in ``_s`` is positive."""
 
-    need(bool(c.model.path), "model.path is missing: a model directory, a hub id, or starter:sort")
-    need(c.run.steps > 0, f"run.steps = {c.run.steps} must be at least 1")
-    need(c.trainer.group_size >= 2, f"trainer.group_size = {c.trainer.group_size}: at least 2 to compare")
-    need(c.trainer.groups_per_step >= 1, f"trainer.groups_per_step = {c.trainer.groups_per_step} must be at least 1")
-    need(0 <= c.trainer.max_lag <= 64, f"trainer.max_lag = {c.trainer.max_lag} must be between 0 and 64")
-    need(c.trainer.learning_rate > 0, f"trainer.learning_rate = {c.trainer.learning_rate} must be positive")
-    need(c.rollout.temperature > 0, f"rollout.temperature = {c.rollout.temperature} must be positive")
-    need(c.rollout.max_new_tokens >= 1, f"rollout.max_new_tokens = {c.rollout.max_new_tokens} must be at least 1")
-    need(c.rollout.groups_in_flight >= 1, "rollout.groups_in_flight must be at least 1")
-    need(c.task.heldout_prompts >= 0, f"task.heldout_prompts = {c.task.heldout_prompts} must not be negative")
-    need(c.weights.bucket_mib >= 1, f"weights.bucket_mib = {c.weights.bucket_mib} must be at least 1")
+
+def _check(c: Config, where: str) -> None:
+    def need(ok: bool, key: str, value: Any, allowed: str) -> None:
+        if not ok:
+            raise ValueError(f"{where}: {key} = {value!r} must be {allowed}")
+
+    if not c.model.path:
+        raise ValueError(f"{where}: model.path is missing: a model directory, a hub id, or starter:sort")
+    name = c.run.name
+    need(not name.startswith(".") and not set(name) & set("/\\\0"), "run.name", name,
+         "the name of a directory: without / and \\, not starting with a dot")  # fmt: skip
+    for section in msgspec.structs.fields(Config):
+        for setting, value in msgspec.structs.asdict(getattr(c, section.name)).items():
+            if isinstance(value, float):
+                need(math.isfinite(value), f"{section.name}.{setting}", value, "a finite number")
+                need(value > 0 or not setting.endswith("_s"), f"{section.name}.{setting}", value, "positive")
+    for allowed, holds, keys in LIMITS:
+        for key in keys.split():
+            value = operator.attrgetter(key)(c)
+            need(holds(value), key, value, allowed)
 
 
 def dumps(config: Config) -> str:

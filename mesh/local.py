@@ -73,9 +73,12 @@ def up(
     console = Console(soft_wrap=plain)  # a line stays one
     try:
         config = settings.load(config_path, overrides)
+        if resume and run is None:
+            raise ValueError("--resume needs --run: the directory of the run to continue")
         directory = RunDir.make(run or fresh(Path("runs"), config.run.name))
         if not resume and directory.summary.exists():
             raise ValueError(f"{directory.path} holds a finished run; choose another with --run, or --resume it")
+        os.close(directory.claim("mesh up"))  # nobody else has it; the trainer takes it next
         threads = launch.threads_for(0, 1 + rollouts)
         config.trainer.threads = config.trainer.threads or threads
         config.rollout.threads = config.rollout.threads or threads

@@ -79,12 +79,16 @@ class Node:
             role=self.role,
             name=self.name,
             host=socket.gethostname(),
-            run=secret.run_id(self._key, self.config.run.name),
+            run=secret.run_id(self._key, self._distinguishing_name()),
             keys=secret.keys(self._key),
             rendezvous=self._meeting,
             address=launch.advertised_address(self._meeting, self.config.mesh.address, self.launch),
             agreed=settings.agreed_digests(self.config) if self.role != "observer" else {},
         )
+
+    def _distinguishing_name(self) -> str:
+        """A secret of the run directory is of one run. One from the environment may serve several, told by name."""
+        return self.config.run.name if secret.VARIABLE in os.environ else ""
 
     def join(self, peer: Any) -> None:
         """Start the peer and wait until the mesh has answered, or go on as its first. Call it when all is loaded: the

@@ -1,5 +1,6 @@
 """The run directory: where a run keeps its settings, secret, first addresses, records, weights and pictures."""
 
+import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,25 @@ class RunDir:
     def term(self) -> Path:
         return self.path / "term"
 
+    def claim(self, name: str) -> int:
+        """Take the run for the trainer ``name`` until this process ends, before anything in it is read or written.
+        Returns the descriptor that holds the claim; the system drops it with the process, however that ends.
+
+        Raises ValueError naming the trainer that has it."""
+        descriptor = os.open(self.path / "trainer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise ValueError(
+                f"{self.path} has a trainer already: {holder}; a mesh has one trainer so far: stop that one, or choose "
+                "another --run"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{name}, process {os.getpid()}\n".encode(), 0)
+        return descriptor
+
     def write_config(self, config: settings.Config) -> None:
         write_whole(self.config, settings.dumps(config))
 
@@ -86,12 +106,18 @@ class RunDir:
 
 
 def fresh(runs: Path, name: str) -> Path:
-    """The first of runs/NAME, runs/NAME-2, runs/NAME-3, ... that does not exist."""
-    path, n = runs / name, 1
-    while path.exists():
-        n += 1
-        path = runs / f"{name}-{n}"
-    return path
+    """A new directory: the first of runs/NAME, runs/NAME-2, runs/NAME-3, ... that did not exist. Raises ValueError
+    when it cannot be made."""
+    n = 1
+    while True:
+        path = runs / (name if n == 1 else f"{name}-{n}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            n += 1
+        except OSError as e:
+            raise ValueError(f"run directory {path} cannot be made ({e.strerror}); choose one with --run") from None
 
 
 def write_whole(path: Path, text: str) -> None:

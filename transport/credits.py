@@ -204,6 +204,14 @@ class TrainerDelivery:
     def evaluation_state(self) -> EvaluationState | None:
         return self._evaluation.state(self._rollouts) if self._evaluation else None
 
+    def abandon_evaluation(self, now: float) -> list[Any]:
+        """Give up the evaluation under way; its credits are revoked, its results void."""
+        ids = [id for id, c in self._open.items() if c.credit.evaluation]
+        tell = [self._open[id].rollout for id in ids]
+        effects = self._end(ids, "superseded", "the evaluation is given up")
+        self._evaluation = None
+        return effects + self._serve(now, tell)
+
     def repin(self, version: Version, now: float) -> list[Any]:
         """Start the evaluation again with ``version``; the results so far are void."""
         assert self._evaluation is not None

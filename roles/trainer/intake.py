@@ -174,6 +174,10 @@ class Intake:
 
         return self.peer.call(run)
 
+    def abandon_evaluation(self) -> None:
+        """*main*: give up the evaluation under way; rollouts are told to stop working on it."""
+        self.peer.call(lambda: self._do(self.delivery.abandon_evaluation(time.monotonic())))
+
     def evaluating(self) -> bool:
         """*main*: whether an evaluation is under way."""
         state = self.delivery.evaluation_state()

@@ -14,6 +14,7 @@ nothing is exchanged. Everything else is written for several (terms, lineage, ba
 """
 
 import collections
+import os
 import threading
 import time
 from typing import Any
@@ -55,6 +56,8 @@ class Trainer:
         self.step = 0
         self.lineage = Lineage()
         self.groups_trained = 0
+        self._served_at = self._unproved_since = self._evaluation_moved = time.monotonic()
+        self._evaluation_at: tuple[Version, int] | None = None
         self.threshold = DriftThreshold(self.config.trainer.negative_max_drift)
         wire = self.config.weights.wire_dtype
         self.wire_dtype = policy.dtype if wire == "auto" else DTYPES[wire]
@@ -209,6 +212,7 @@ class Trainer:
 
     def finish(self) -> int:
         """The last version is published: evaluate it, save it, and tell everybody that the run is over."""
+        self.save()
         self.progress.state = "evaluating"
         self._finish_evaluation()
         if self.config.task.heldout_prompts and (
@@ -217,7 +221,6 @@ class Trainer:
             self.intake.evaluate(self.version)
             self._finish_evaluation()
         self.progress.state = "saving"
-        self.save()
         checkpoint.save_model(self.node.run.model, self.policy)
         self.intake.finish()
         summary = self.progress.finished()
@@ -235,6 +238,21 @@ class Trainer:
         self.node.stop.check()
         self.peer.check()
         self._note_evaluation()
+        rollouts = self._need_rollouts()
+        now = time.monotonic()
+        limit = self.config.weights.prove_deadline_s
+        self._watch_evaluation()
+        if not rollouts or self._somebody_proved():
+            self._unproved_since = now
+        elif now - self._unproved_since > limit:
+            self.save()
+            raise GivenUp(
+                f"no rollout has proved a version that step {self.step} admits within {limit:.0f} s "
+                f"(weights.prove_deadline_s): {'; '.join(self.publisher.table())}"
+            )
+
+    def _need_rollouts(self) -> list[PeerCard]:
+        """The live rollouts. Raises Requeue, after saving, when there was none for ``trainer_timeout_s``."""
         now = time.monotonic()
         rollouts = self.peer.live("rollout")
         if rollouts:
@@ -245,36 +263,44 @@ class Trainer:
                 f"no rollout in the mesh for {now - self._served_at:.0f} s (mesh.trainer_timeout_s); saved at step "
                 f"{self.step}; start rollouts with --role rollout --run {self.node.run.path}, then this with --resume"
             )
-        limit = self.config.weights.prove_deadline_s
-        if not rollouts or self._somebody_proved():
-            self._unproved_since = now
-        elif now - self._unproved_since > limit:
-            self.save()
-            raise GivenUp(
-                f"no rollout has proved a version that step {self.step} admits within {limit:.0f} s "
-                f"(weights.prove_deadline_s): {'; '.join(self.publisher.table())}"
-            )
+        return rollouts
 
     def _somebody_proved(self) -> bool:
-        oldest = self.step - self.config.trainer.max_lag
-        return bool(self.publisher.proved_by(Version(self.version.term, max(0, oldest))))
+        """Whether a rollout runs a version that this step admits, or the one that an evaluation holds it at."""
+        oldest = Version(self.version.term, max(0, self.step - self.config.trainer.max_lag))
+        state = self.intake.delivery.evaluation_state()
+        if state is not None and not state.complete:
+            oldest = min(oldest, state.version)
+        return bool(self.publisher.proved_by(oldest))
 
     def _finish_evaluation(self) -> None:
-        """Wait for the evaluation under way; give it up after ``prove_deadline_s`` without progress."""
-        limit = self.config.weights.prove_deadline_s
-        progress, since = -1, time.monotonic()
+        """Wait for the evaluation under way, as long as it makes progress."""
+        self._served_at = time.monotonic()
         while self.intake.evaluating():
             self.node.stop.check()
             self.peer.check()
             self._note_evaluation()
-            state = self.intake.delivery.evaluation_state()
-            if state is not None and state.done != progress:
-                progress, since = state.done, time.monotonic()
-            if time.monotonic() - since > limit:
-                self.peer.note(f"the evaluation made no progress for {limit:.0f} s and is given up", "warning")
-                return
+            self._need_rollouts()
+            self._watch_evaluation()
             time.sleep(0.02)
         self._note_evaluation()
+
+    def _watch_evaluation(self) -> None:
+        """Give up an evaluation that made no progress for ``prove_deadline_s``: it holds the engines at its version."""
+        state = self.intake.delivery.evaluation_state()
+        if state is None or state.complete:
+            return
+        now, at = time.monotonic(), (state.version, state.done)
+        if at != self._evaluation_at or not self.peer.live("rollout"):
+            self._evaluation_at, self._evaluation_moved = at, now
+        limit = self.config.weights.prove_deadline_s
+        if now - self._evaluation_moved > limit:
+            self.intake.abandon_evaluation()
+            self.peer.note(
+                f"the evaluation of {state.version} has {state.done} of {state.total} results, none new for "
+                f"{limit:.0f} s (weights.prove_deadline_s): it is given up",
+                "warning",
+            )
 
     def _note_evaluation(self) -> None:
         figures = self.intake.evaluated(self.version)
@@ -289,6 +315,11 @@ class Trainer:
         """A checkpoint of this step; the ledger reaches the disk before it."""
         if not self.lineage.terms:
             return
+        if broken := [n for n, w in self.policy.named_state().items() if not torch.isfinite(w).all()]:
+            raise GivenUp(
+                f"the weights of step {self.step} hold NaN or infinity ({broken[0]} and {len(broken) - 1} more); they "
+                f"are not saved, the last good checkpoint is in {self.node.run.checkpoints}: lower trainer.learning_rate"
+            )
         data = self.peer.call(lambda: {"order": self.data.state_dict(), "delivery": self.intake.delivery.state_dict()})
         self.peer.call(self.ledger.sync)  # after it: a prompt that is closed in the checkpoint is listed in the ledger
         state = checkpoint.State(
@@ -356,6 +387,7 @@ def main(node: Node) -> int:
     """Load what is slow, then join, then train."""
     config = node.config
     torch.set_num_threads(config.trainer.threads or torch.get_num_threads())
+    claim = node.run.claim(node.name)
     found = _found(node)
     for text in found.skipped:
         node.log.warning(text)
@@ -370,6 +402,7 @@ def main(node: Node) -> int:
     reason = "failed"
     try:
         node.join(peer)
+        node.log.info("%s at %s, run directory %s, waiting for rollouts", node.name, peer.address, node.run.path)
         code = trainer.run()
         reason = "finished"
         return code
@@ -379,4 +412,5 @@ def main(node: Node) -> int:
         raise
     finally:
         trainer.publisher.close()
+        os.close(claim)
         peer.leave(reason, linger_s=1.0 if reason == "finished" else 0.3)

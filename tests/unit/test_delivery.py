@@ -383,6 +383,19 @@ def test_an_evaluation_that_every_rollout_has_passed_is_stuck_and_starts_again_w
     assert trainer.evaluation_state().complete
 
 
+def test_an_evaluation_that_is_given_up_is_revoked_and_another_may_begin():
+    trainer, peer = make_trainer(), Peer()
+    trainer.evaluate([5, 6], v(0), 0.0)
+    said, _ = peer.ask(trainer, free=0)
+    ids = [c.id for c in said.credits]
+    trainer.abandon_evaluation(1.0)
+    assert trainer.evaluation_state() is None
+    assert peer.ask(trainer, answered=1, held=ids)[0].revoked == ids
+    assert trainer.accounts.evaluation["in_flight"] == 0
+    trainer.evaluate([7], v(0), 2.0)
+    assert not trainer.evaluation_state().complete
+
+
 def test_a_group_mixed_from_two_versions_is_no_result():
     trainer, peer = make_trainer(), Peer()
     trainer.evaluate([5], v(0), 0.0)
