@@ -195,7 +195,8 @@ def _nearest(key: str, fields: dict, section: str) -> str:
 
 LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 1", lambda v: v >= 1, """run.steps task.train_prompts rollout.max_new_tokens rollout.groups_in_flight
-        rollout.max_batch rollout.reward_workers trainer.groups_per_step trainer.micro_batch_tokens weights.bucket_mib"""),
+        rollout.max_batch rollout.reward_workers trainer.groups_per_step trainer.micro_batch_tokens
+        weights.bucket_mib"""),
     ("at least 2", lambda v: v >= 2, "trainer.group_size weights.probe_tokens"),
     ("at least 0", lambda v: v >= 0, """run.seed task.seed task.heldout_prompts rollout.threads trainer.threads
         trainer.warmup_steps trainer.weight_decay trainer.max_grad_norm trainer.negative_max_drift trainer.retries

@@ -1,3 +1,4 @@
+import re
 import tomllib
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_the_settings_printed_are_the_settings_read(tmp_path: Path) -> None:
         ("[trainer]\nmax_lag = 2.5", "Expected `int`, got `float` - at `trainer.max_lag`"),
         ('[mesh]\npreset = "fast"', "Invalid enum value 'fast' - at `mesh.preset`"),
         ("trainer = 3", r"\[trainer\] is a section, not a value"),
-        ("[trainer]\ngroup_size = 1", "trainer.group_size = 1: at least 2"),
+        ("[trainer]\ngroup_size = 1", "trainer.group_size = 1 must be at least 2"),
         ("[trainer]\nmax_lag = -1", "trainer.max_lag = -1 must be between"),
         ("[rollout]\ntemperature = 0", "rollout.temperature = 0.0 must be positive"),
         ("[run]\nsteps = 0", "run.steps = 0 must be at least 1"),
@@ -60,6 +61,62 @@ def test_a_mistake_is_named_with_file_key_and_remedy(tmp_path: Path, text: str, 
         config.load(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+SECONDS = [
+    f"{section.name}.{setting.name}"
+    for section in msgspec.structs.fields(config.Config)
+    for setting in msgspec.structs.fields(section.type)
+    if setting.name.endswith("_s")
+]
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        *((f"{key}={value}", "at least 1") for key in (
+            "run.steps", "task.train_prompts", "rollout.max_new_tokens", "rollout.groups_in_flight",
+            "rollout.max_batch", "rollout.reward_workers", "trainer.groups_per_step", "trainer.micro_batch_tokens",
+            "weights.bucket_mib",
+        ) for value in (0, -1)),
+        *((f"{key}=1", "at least 2") for key in ("trainer.group_size", "weights.probe_tokens")),
+        *((f"{key}=-1", "at least 0") for key in (
+            "run.seed", "task.seed", "task.heldout_prompts", "rollout.threads", "trainer.threads",
+            "trainer.warmup_steps", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.negative_max_drift",
+            "trainer.retries", "evaluation.every_steps", "evaluation.temperature", "checkpoint.every_steps",
+            "checkpoint.keep", "weights.probe_floor",
+        )),
+        *((f"trainer.max_lag={value}", "between 0 and 64") for value in (-1, 65)),
+        *((f"mesh.port={value}", "between 0 and 65535") for value in (-1, 65536)),
+        *((f"trainer.{beta}={value}", "at least 0 and less than 1")
+          for beta in ("adam_beta1", "adam_beta2") for value in (-0.1, 1.0)),
+        *((f"trainer.wait_target={value}", "more than 0 and less than 1") for value in (0, 1)),
+        *((f"{key}={value}", "positive") for key in ("rollout.temperature", "trainer.learning_rate", *SECONDS)
+          for value in (0, -1)),
+        *((f"{key}={value}", "a finite number")
+          for key in ("rollout.temperature", "trainer.learning_rate", "trainer.max_grad_norm", *SECONDS)
+          for value in ("inf", "nan")),
+        *((f'run.name="{name}"', "the name of a directory") for name in (".hidden", "..", "../up", "a/b", "/abs")),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_bounds_is_named_with_what_is_allowed(tmp_path: Path, override: str, allowed: str) -> None:
+    key, value = override.split("=")
+    with pytest.raises(ValueError, match=re.escape(f"{key} = ")) as error:
+        config.load(written(tmp_path), [override])
+    said = str(error.value)
+    assert f" must be {allowed}" in said
+    assert value.strip('"') in said
+    assert "\n" not in said
+
+
+def test_the_bounds_themselves_are_allowed(tmp_path: Path) -> None:
+    allowed = (
+        "trainer.max_lag=64", "trainer.max_lag=0", "mesh.port=65535", "trainer.adam_beta1=0", "trainer.max_grad_norm=0",
+        "evaluation.temperature=0", "checkpoint.keep=0", "trainer.retries=0", "weights.probe_tokens=2",
+        'run.name="first try.v2"',
+    )  # fmt: skip
+    for override in allowed:
+        config.load(written(tmp_path), [override])
 
 
 def test_a_file_without_a_model_says_so(tmp_path: Path) -> None:
