@@ -318,7 +318,8 @@ class Trainer:
         if broken := [n for n, w in self.policy.named_state().items() if not torch.isfinite(w).all()]:
             raise GivenUp(
                 f"the weights of step {self.step} hold NaN or infinity ({broken[0]} and {len(broken) - 1} more); they "
-                f"are not saved, the last good checkpoint is in {self.node.run.checkpoints}: lower trainer.learning_rate"
+                f"are not saved, and the last good checkpoint is in {self.node.run.checkpoints}; lower "
+                "trainer.learning_rate"
             )
         data = self.peer.call(lambda: {"order": self.data.state_dict(), "delivery": self.intake.delivery.state_dict()})
         self.peer.call(self.ledger.sync)  # after it: a prompt that is closed in the checkpoint is listed in the ledger
