@@ -294,7 +294,8 @@ def _drop(bag: list[Any], ended: Callable[[], bool]) -> None:
 
 
 def _who(member: Member) -> str:
-    return f"peer {member.peer}" + (f" worker {member.worker}" if member.worker else "")
+    """The first digits of an id, as ballots show their convener: lines stay readable."""
+    return f"peer {member.peer[:4]}" + (f" worker {member.worker}" if member.worker else "")
 
 
 def _first_line(e: BaseException) -> str:

@@ -23,7 +23,7 @@ from transport.weights.buffers import Leases
 OP_S = 1.0  # deadline of an operation
 LONG_S = 30.0  # for what must happen, however slow the machine is
 NUMEL = 1 << 20
-MEMBERS = [Member(f"{i:016x}") for i in range(4)]
+MEMBERS = [Member(f"{i:04x}{i:012x}") for i in range(4)]
 
 _REQUEST = msgspec.msgpack.Decoder(StoreSet | StoreGet)
 _ANSWER = msgspec.msgpack.Decoder(StoreAnswer)
@@ -223,8 +223,8 @@ def test_a_member_that_never_comes_is_named(processes):
     for process in processes[:3]:
         kind, text = process.answer()
         assert kind == "broken"
-        assert f"formation {go.ballot}: not there after 1.5 s: peer {MEMBERS[3].peer}" in text
-        assert MEMBERS[0].peer not in text
+        assert f"formation {go.ballot}: not there after 1.5 s: peer {MEMBERS[3].peer[:4]}" in text
+        assert text.count("peer ") == 1
 
 
 # In one process -------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_keys_of_an_earlier_ballot_never_satisfy_a_later_one():
         formation.close()
     second = Go("weights", Ballot(2, MEMBERS[0].peer), MEMBERS[:2])
     host.open(second.kind, second.ballot)
-    with pytest.raises(FormationBroken, match=MEMBERS[1].peer) as caught:
+    with pytest.raises(FormationBroken, match=f"peer {MEMBERS[1].peer[:4]}$") as caught:
         Formation.build(second, MEMBERS[0], local_stores(host, second)[0], host="127.0.0.1", timeout_s=0.1)
     assert caught.value.members == (MEMBERS[1],)
 
