@@ -1,12 +1,12 @@
 """reward.png: the curve of a run, from its metrics files. Accuracy on held-out prompts with its 95% interval, the
-reward of the training samples behind it, and a mark where a peer joined, left or was killed."""
+reward of the training samples behind it, and a mark where a peer joined, left or died."""
 
 from pathlib import Path
 
 from roles.metrics import read_rows
 
 INK, ACCURACY, REWARD, GRID = "#22252b", "#1f5fbf", "#e08b3c", "#e6e8ec"
-MARKS = {"killed": "#c0392b", "died": "#c0392b", "joined": "#2e8b57", "left": "#7a7f87"}
+MARKS = {"died": "#c0392b", "joined": "#2e8b57", "left": "#7a7f87"}
 
 
 def plot_run(directory: Path | str, target: Path | str | None = None, title: str = "") -> Path:
@@ -48,11 +48,10 @@ def plot_rows(rows: list[dict], target: Path, title: str) -> Path:
             axes.plot(steps, _smooth(means), color=REWARD, lw=1.6, label="reward of training samples")
         if accuracies:
             _points(axes, accuracies)
-        low, high = axes.get_ylim()
-        low, high = min(low, -0.02), max(high, 1.02)
-        axes.set_yticks([t for t in axes.get_yticks() if low <= t <= high])
+        low, high, ticks = scale(*axes.get_ylim())
         headroom = 0.36 * (high - low) if events else 0.0  # for the names of events, clear of the curves
         axes.set_ylim(low, high + headroom)
+        axes.set_yticks(ticks)
         _mark(axes, events)
         axes.set(xlabel="optimizer step", title=title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -60,13 +59,23 @@ def plot_rows(rows: list[dict], target: Path, title: str) -> Path:
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(length=0)
-        axes.legend(loc="lower right", facecolor="white", edgecolor="none", framealpha=0.9)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)  # no curve passes there
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.with_name(f".{target.name}")  # a viewer never sees half a picture
         figure.savefig(scratch, format="png")
         plt.close(figure)
     scratch.replace(target)
     return target
+
+
+def scale(low: float, high: float) -> tuple[float, float, list[float]]:
+    """Limits and ticks of an axis that shows ``low`` to ``high``: for rewards and accuracies in [0, 1] always the same,
+    so that a run that learns nothing looks like one."""
+    from matplotlib.ticker import MaxNLocator
+
+    if low > -0.1 and high < 1.1:  # [0, 1] and the margins around it
+        return -0.02, 1.02, [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    return low, high, [float(t) for t in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high) if low <= t <= high]
 
 
 def _points(axes, accuracies: dict[int, dict]) -> None:
