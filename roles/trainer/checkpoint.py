@@ -251,6 +251,8 @@ def _write(target: Path, fill) -> Path:
         scratch.mkdir()
         fill(scratch)
         files = sorted(p for p in scratch.iterdir() if p.is_file())
+        for path in files:
+            path.chmod(scratch.stat().st_mode & 0o666)  # as the umask has it; safetensors makes its files private
         entries = {p.name: {"bytes": p.stat().st_size, "xxh3_64": digest(p)} for p in files}
         (scratch / MANIFEST).write_text(json.dumps({"files": entries}, indent=1))
         for path in (*files, scratch / MANIFEST, scratch):

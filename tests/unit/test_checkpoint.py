@@ -82,6 +82,18 @@ def test_a_checkpoint_loads_as_a_transformers_model_with_its_tokenizer(tmp_path)
         assert AutoTokenizer.from_pretrained(path)("12=")["input_ids"] == p.tokenizer("12=")["input_ids"]
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_all_files_have_the_mode_that_the_umask_gives(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        paths = save(tmp_path / "checkpoints", policy(), state(1)), save_model(tmp_path / "model", policy())
+    finally:
+        os.umask(before)
+    modes = {f"{path.name}/{f.name}": oct(f.stat().st_mode & 0o777) for path in paths for f in path.iterdir()}
+    assert modes == dict.fromkeys(modes, oct(mode))
+    assert {"1-1/model.safetensors", "1-1/optimizer.safetensors", "model/model.safetensors"} <= set(modes)
+
+
 def test_the_final_model_replaces_an_older_one(tmp_path):
     p = policy()
     save_model(tmp_path / "model", p)
