@@ -66,6 +66,7 @@ class Trainer:
         backend = backend_of(self.config.weights.backend, str(policy.device))
         self.publisher = Publisher(peer, manifest, self.config.weights, group_builder(peer, backend))
         rng = np.random.default_rng(self.config.run.seed)
+        self._unpublished: Probe | None = None  # of a snapshot that found no buffer free
         self.probe = rng.integers(0, policy.vocabulary, self.config.weights.probe_tokens).astype(np.int32)
         first_id = _close_dead_ledgers(node)
         self.ledger = open_ledger(node.run.ledgers, peer.id, peer.run, first_id)
@@ -150,9 +151,17 @@ class Trainer:
         """Snapshot the weights and hand them to the publisher's thread, with a probe that receivers can check."""
         with self.progress.timed("probe_s"):
             probe = Probe(tokens=self.probe, logprobs=self.policy.probe(self.probe, self.wire_dtype))
-        with self.progress.timed("snapshot_s"):
-            self.publisher.publish(self.version, self.policy.named_state(), probe)
+        self._unpublished = probe
+        self._snapshot()
         self.progress.version = self.version
+
+    def _snapshot(self) -> None:
+        """One that was skipped is made up for while the trainer waits: what it waits for may need this very version."""
+        if self._unpublished is None:
+            return
+        with self.progress.timed("snapshot_s"):
+            if self.publisher.publish(self.version, self.policy.named_state(), self._unpublished):
+                self._unpublished = None
 
     def wait(self) -> list[Trajectory]:
         """The groups of this step: oldest first, none over ``max_lag``, none of another lineage."""
@@ -237,6 +246,7 @@ class Trainer:
         """Called while groups are missing. Raises when no more can come."""
         self.node.stop.check()
         self.peer.check()
+        self._snapshot()
         self._note_evaluation()
         rollouts = self._need_rollouts()
         now = time.monotonic()
@@ -279,6 +289,7 @@ class Trainer:
         while self.intake.evaluating():
             self.node.stop.check()
             self.peer.check()
+            self._snapshot()
             self._note_evaluation()
             self._need_rollouts()
             self._watch_evaluation()

@@ -378,10 +378,12 @@ def test_newest_wins_when_the_trainer_is_faster_than_the_network(hub):
     p.open_term(LINEAGE)
     taken = [p.publish(v(n), state(n), PROBE) for n in range(8)]
     hub.drop = lambda sender, to, message: False
-    last = max(n for n, ok in enumerate(taken) if ok)
-    assert same(prove(r, v(last)).tensors, state(last))
+    if not taken[-1]:  # skipped: it may be made up for
+        soon(lambda: p.publish(v(7), state(7), PROBE))
+    assert same(prove(r, v(7)).tensors, state(7))
     stats = p.stats()
-    assert stats.publications + stats.skipped == 8
+    assert stats.skipped == taken.count(False)
+    assert stats.publications == 8 - taken[:-1].count(False)
     assert stats.broadcasts < 8
 
 

@@ -104,7 +104,7 @@ class Trains(Part):
         self.buffer = Buffer(limit=self.delivery.limit, max_lag=self.settings.max_lag)
         self.batch: list[Trajectory] = []
         self.term: Any = None
-        self.finished = False
+        self.finished = self._unpublished = False
         self._seen: dict[Version, int] = {}  # results of evaluations
         self._restored = saved.version if saved is not None else None
 
@@ -169,12 +169,18 @@ class Trains(Part):
         yield self.node.membership.update(self.node.now, highest_term=self.term.counter)
 
     def _publish(self) -> None:
-        if self.publisher.snapshot(self.version):
-            self.world.log(self.node, f"publishes {self.version}")
+        self._unpublished = True
+        self._snapshot()
+
+    def _snapshot(self) -> None:
+        if self._unpublished:
+            self._unpublished = not self.publisher.snapshot(self.version)
+            self.world.log(self.node, f"{'has no buffer for' if self._unpublished else 'publishes'} {self.version}")
 
     def _wait(self) -> Steps:
         n = self.settings.groups_per_step
         while self.buffer.ready(self.version, self.lineage) < n:
+            self._snapshot()
             yield self._note_evaluation()
             yield PATIENCE_S
         taken, stale = self.buffer.take(n, self.version, self.lineage)
@@ -213,6 +219,7 @@ class Trains(Part):
 
     def _finish_evaluation(self) -> Steps:
         while not (state := self.delivery.evaluation_state()).complete:  # type: ignore[union-attr]
+            self._snapshot()
             yield self._note_evaluation()
             yield PATIENCE_S
         assert self._seen[state.version] == state.total, f"an evaluation of {state.total} has other results"

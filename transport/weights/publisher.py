@@ -81,6 +81,7 @@ class Publisher:
         self._schedule = PublisherSchedule(Member(port.id), weights)
         self._mover = Mover(port, build, self._formed, self._failed)
         self._stats = PublisherStats()
+        self._skipped: Version | None = None  # the trainer's thread alone
         self._changed = threading.Condition()  # guards what the trainer's thread shares: the next four
         self._lineage: Lineage | None = None
         self._last: Version | None = None
@@ -118,7 +119,8 @@ class Publisher:
     def publish(self, version: Version, tensors: Mapping[str, Tensor], probe: Probe) -> bool:
         """Copy ``tensors`` (every name of the manifest, any device; cast to the wire dtype) and let them be sent.
 
-        Returns as soon as they are copied. False when no buffer was free: skipped and counted, never waited for.
+        Returns as soon as they are copied. False when no buffer was free: skipped and counted, never waited for. It may
+        be called again for the same version then.
         Raises ValueError when no term is open, or ``version`` is not of it or not above the last one published."""
         with self._changed:
             lineage, last = self._lineage, self._last
@@ -131,7 +133,8 @@ class Publisher:
         began = time.perf_counter()
         slot = self._leases.acquire(str(version))
         if slot is None:
-            self._stats.skipped += 1
+            self._stats.skipped += version != self._skipped
+            self._skipped = version
             return False
         try:
             copy_in(self.manifest, tensors, slot.flat)
