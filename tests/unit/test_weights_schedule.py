@@ -162,7 +162,7 @@ def test_who_sat_out_is_asked_again_after_one_publication():
     assert of(p.broadcast_ended(v(1), 1, True, 4.3), Convene) == [Convene((T, A, B))]
 
 
-def test_sitting_out_doubles_and_ends_with_a_verified_version():
+def test_sitting_out_doubles_and_ends_with_a_proved_version():
     p, now, counts = PublisherSchedule(T, W), 0.0, []
     p.snapshot(v(0), 0, now)
     p.live([A, B], now)
@@ -176,6 +176,8 @@ def test_sitting_out_doubles_and_ends_with_a_verified_version():
     assert counts == [("b", 1), ("b", 2), ("b", 4), ("b", 8)]
     assert not p.receivers["b"].sits_out(0, now)
     p.receivers["b"].heard(Report(ballot, verified=v(0)))
+    assert p.receivers["b"].strikes == 4  # its engine may still not prove it
+    p.receivers["b"].heard(Report(ballot, verified=v(0), proved=v(0)))
     assert p.receivers["b"].strikes == 0
 
 

@@ -3,7 +3,7 @@
 A receiver that does not answer an invitation, is not ready in time, or twice fails to verify a version sits out 1, 2,
 4, ... publications, or as many times ``2 x ready_wait_s`` if that is over sooner: a run whose next version waits for
 this very receiver must not stand still. Then it gets the version again that it failed to verify, unless it refused that
-before the first byte. Verifying a version clears its record.
+before the first byte. Proving a version clears its record.
 """
 
 from collections.abc import Mapping
@@ -41,9 +41,9 @@ class Standing:
         """Reports may overtake each other: what is verified and proved only rises, except to nothing at all, which a
         receiver reports whose engine was restarted."""
         self.report = report
-        self.proved = _higher(self.proved, report.proved)
-        before, self.verified = self.verified, _higher(self.verified, report.verified)
-        if self.verified is not None and self.verified != before:
+        self.verified = _higher(self.verified, report.verified)
+        before, self.proved = self.proved, _higher(self.proved, report.proved)
+        if self.proved is not None and self.proved != before:
             self.strikes, self.back_at = 0, 0.0
 
     def lacks(self, version: Version, publications: int, now: float) -> bool:
