@@ -19,7 +19,7 @@ from msgspec import Struct, field
 class Run(Struct, forbid_unknown_fields=True):
     name: str = ""  # of the run directory runs/<name>; empty: the settings file's name
     steps: int = 100  # optimizer steps
-    seed: int = 0
+    seed: int = 0  # of the order of prompts and of sampling
 
 
 class Model(Struct, forbid_unknown_fields=True):
@@ -40,8 +40,8 @@ class Task(Struct, forbid_unknown_fields=True):
 
 
 class Rollout(Struct, forbid_unknown_fields=True):
-    engine: Literal["auto", "transformers", "vllm"] = "auto"
-    temperature: float = 1.0
+    engine: Literal["auto", "transformers", "vllm"] = "auto"  # auto: transformers; vllm comes in a later version
+    temperature: float = 1.0  # 1 samples the policy itself
     max_new_tokens: int = 256  # per completion
     groups_in_flight: int = 16  # groups one rollout works on at a time
     max_batch: int = 256  # sequences in one forward of the transformers engine
