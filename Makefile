@@ -9,7 +9,7 @@ TORCH ?= 2.13.0
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: help demo test lint format types smoke sim fuzz clean
+.PHONY: help demo test lint format smoke sim clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
@@ -17,7 +17,7 @@ help: ## this list
 demo: $(VENV)/.installed ## one trainer and two rollouts teach a small model to sort; one rollout is killed on the way
 	@$(BIN)/mesh up configs/quickstart.toml --rollouts 2 --kill-rollout-at 0.33 --add-rollout-at 0.66
 
-test: $(VENV)/.installed ## all tests but the slow ones
+test: $(VENV)/.installed ## all tests
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.installed ## style and types
