@@ -2,10 +2,12 @@
 
 Figures are a flat ``dict[str, float]``; a name is left out where there is nothing to measure. Log-ratios are recorded
 minus current log-probability: of the rollout's policy over the trainer's, in nat. They are measured on samples with a
-nonzero advantage, before masking; no gradient is multiplied by any of them.
+nonzero advantage, before masking; no gradient is multiplied by any of them. A step without such a sample has none, and
+no exact entropy; ``entropy_sampled`` is in every step.
 """
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -26,6 +28,7 @@ def step_figures(
         **reward_figures(samples, max_lag),
         **group_figures(samples),
         **length_figures(samples, superseded),
+        **sampled_entropy(samples),
         **policy_figures(samples, scores),
         **teaching_figures(samples, scores, superseded),
         **token_account(samples, scores),
@@ -102,12 +105,19 @@ def length_figures(samples: Sequence[Sample], superseded: Sequence[Group]) -> di
     return out
 
 
+def sampled_entropy(samples: Sequence[Sample]) -> dict[str, float]:
+    """``entropy_sampled``: the mean of - log pi over all sampled tokens, as recorded when they were sampled. It is an
+    unbiased estimate of the entropy of the policies that sampled them, and needs no forward pass."""
+    recorded = np.concatenate([np.empty(0, np.float32), *(s.recorded for s in samples)])
+    return {"entropy_sampled": float(-recorded.mean(dtype=np.float64))} if recorded.size else {}
+
+
 def policy_figures(samples: Sequence[Sample], scores: Scores) -> dict[str, float]:
     """Entropy and log-ratio, over the samples that were scored.
 
-    ``entropy`` is the exact mean over tokens, ``entropy_sampled`` its estimate, the mean of - log pi. Effective sample
-    size, as a share of the sample: (sum w)^2 / (n sum w^2) with w = pi / recorded; over tokens, and over completions
-    with w the product over their tokens. 1 is on-policy; it is what importance weights would leave of the batch.
+    ``entropy`` is the exact mean over tokens. Effective sample size, as a share of the sample: (sum w)^2 / (n sum w^2)
+    with w = pi / recorded; over tokens, and over completions with w the product over their tokens. 1 is on-policy; it
+    is what importance weights would leave of the batch.
     ``not_finite``: completions whose log-probabilities are not, left out here."""
     forwarded = [i for i, c in enumerate(scores.current) if c is not None]
     scored = [i for i in forwarded if np.isfinite(scores.current[i]).all()]
@@ -119,13 +129,11 @@ def policy_figures(samples: Sequence[Sample], scores: Scores) -> dict[str, float
 def _policy_figures(samples: Sequence[Sample], scores: Scores, scored: list[int]) -> dict[str, float]:
     if not scored:
         return {}
-    current = np.concatenate([scores.current[i] for i in scored]).astype(np.float64)
     ratios = [samples[i].recorded.astype(np.float64) - scores.current[i] for i in scored]
     tokens = np.concatenate(ratios)
     size = np.abs(tokens)
     out = {
         "entropy": float(np.concatenate([scores.entropy[i] for i in scored]).mean(dtype=np.float64)),
-        "entropy_sampled": float(-current.mean()),
         "log_ratio_mean": float(tokens.mean()),
         "log_ratio_abs": float(size.mean()),
         "log_ratio_p99": float(np.quantile(size, 0.99)),
@@ -176,7 +184,8 @@ def teaching_figures(samples: Sequence[Sample], scores: Scores, superseded: Sequ
 
 
 def evaluation_figures(right: int, samples: int) -> dict[str, float]:
-    """Accuracy with its 95% Wilson score interval (Wilson 1927), and the number of samples behind it."""
+    """Accuracy with its 95% Wilson score interval (Wilson 1927), and the number of samples behind it. Without a sample
+    there is no accuracy."""
     if samples == 0:
         return {"eval_samples": 0.0}
     z, p = 1.959964, right / samples
@@ -208,7 +217,7 @@ class Watch:
         if len(self.recent) < self.window:
             return []
         if self.first_entropy is None:
-            self.first_entropy = self._mean("entropy")
+            self.first_entropy = self._mean("entropy_sampled")
         lines = {
             "entropy": self._entropy(),
             "ess": self._ess(),
@@ -224,7 +233,7 @@ class Watch:
         return float(np.mean(values)) if values else None
 
     def _entropy(self) -> str:
-        now, first = self._mean("entropy"), self.first_entropy
+        now, first = self._mean("entropy_sampled"), self.first_entropy
         reward = self._mean("train_accuracy")
         if now is None or not first or now > 0.1 * first or (reward is not None and reward > 0.9):
             return ""  # near full accuracy a low entropy is what learning means
@@ -262,3 +271,49 @@ class Watch:
             "steps were skipped because their gradient was not finite; lower trainer.learning_rate, or set "
             'model.dtype = "float32"'
         )
+
+
+class Unrewarded:
+    """Completions without a reward: when to warn of them, and when the run is pointless. Pure.
+
+    ``reward``: the setting's value, for the texts. A step without any completion is passed over."""
+
+    SHARE = 0.25  # of the completions of the last ``window`` steps: above it the user is told
+    HOPELESS = 5  # steps in a row without a single reward
+
+    def __init__(self, reward: str, window: int = 10) -> None:
+        self.reward = reward
+        self.recent: collections.deque[tuple[float, float, collections.Counter[str]]] = collections.deque(maxlen=window)
+        self.warned = False
+
+    def see(self, samples: float, missing: float, failures: Mapping[str, int]) -> str:
+        """One step had ``samples`` completions, ``missing`` of them without a reward, for the reasons in ``failures``.
+        A warning of one line, said once until it has passed, or nothing."""
+        if samples:
+            self.recent.append((samples, missing, collections.Counter(failures)))
+        total, without = sum(n for n, _, _ in self.recent), sum(n for _, n, _ in self.recent)
+        warned, self.warned = self.warned, without > self.SHARE * total
+        if warned or not self.warned:
+            return ""
+        steps = len(self.recent)
+        return (
+            f"{without:.0f} of the {total:.0f} completions of the last {steps} step{'s' if steps > 1 else ''} have no "
+            f"reward: {self._what_to_check(steps)}"
+        )
+
+    def hopeless(self) -> str:
+        """Why to give up, in one line, once the last ``HOPELESS`` steps had no reward at all; else nothing."""
+        last = list(self.recent)[-self.HOPELESS :]
+        if len(last) < self.HOPELESS or any(missing < samples for samples, missing, _ in last):
+            return ""
+        return f"no completion of the last {self.HOPELESS} steps has a reward: {self._what_to_check(self.HOPELESS)}"
+
+    def _what_to_check(self, steps: int) -> str:
+        reasons = sum((kinds for _, _, kinds in list(self.recent)[-steps:]), collections.Counter())
+        return unrewarded_reasons(reasons, self.reward)
+
+
+def unrewarded_reasons(failures: Mapping[str, int], reward: str) -> str:
+    """``exception 240, timeout 3: check task.reward = "...", ...``: the most frequent first, and what to do."""
+    kinds = ", ".join(f"{kind} {n}" for kind, n in collections.Counter(failures).most_common(5)) or "broken off"
+    return f'{kinds}: check task.reward = "{reward}", what it raised is in the logs of the rollouts'

@@ -4,6 +4,7 @@ The main thread asks for a batch, settles it, and starts evaluations; each call 
 are executed in the order in which the machines gave them: a record is in the ledger before the act it announces.
 """
 
+import collections
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from mesh.config import Config
 from mesh.effects import Note, Send
 from mesh.identity import PeerId
 from mesh.version import Lineage, Version
-from roles.trainer.batch import malformed
+from roles.trainer.batch import NOT_SAMPLES, malformed
 from roles.trainer.buffer import Buffer, Trajectory
 from roles.trainer.dataset import Dataset
 from roles.trainer.figures import evaluation_figures
@@ -39,6 +40,7 @@ class Intake:
         self.vocabulary = vocabulary
         self.evaluation = _Results()
         self.superseded: list[Group] = []
+        self.failures: collections.Counter[str] = collections.Counter()
         self.arrived = threading.Condition()
         self.arrivals = 0
         peer.on(Ask, self._message)
@@ -114,6 +116,8 @@ class Intake:
         now = time.monotonic()
         self._do(self.delivery.supersede(stale, now))
         self._do(self.delivery.take([t.credit.id for t in taken], now))
+        for trajectory in taken:
+            self.failures.update(trajectory.group.failures)
         return taken
 
     def advance(
@@ -142,6 +146,15 @@ class Intake:
         def run() -> list[Group]:
             dropped, self.superseded = self.superseded, []
             return dropped
+
+        return self.peer.call(run)
+
+    def take_failures(self) -> dict[str, int]:
+        """*main*: why completions of the groups taken since the last call have no reward, by kind."""
+
+        def run() -> dict[str, int]:
+            failures, self.failures = self.failures, collections.Counter()
+            return dict(failures)
 
         return self.peer.call(run)
 
@@ -190,24 +203,36 @@ class Intake:
 
 
 class _Results:
-    """Held-out answers under one version. Failed ones count as wrong: leaving them out would flatter."""
+    """Held-out answers under one version. What the model did not bring to an end counts as wrong: leaving it out would
+    flatter. An answer that the verifier gave no reward is neither right nor wrong: it is counted apart."""
 
     def __init__(self, version: Version | None = None):
         self.version = version
         self.right = 0
         self.total = 0
+        self.unscored = 0
+        self.failures: collections.Counter[str] = collections.Counter()
         self.told = False
 
     def add(self, prompt: int, version: Version, group: Group | None) -> None:
         if version != self.version:
             return
         completions: list[Completion | None] = list(group.completions) if group else [None]
-        self.total += len(completions)
+        unscored = sum(c is not None and c.reward is None and c.finish not in NOT_SAMPLES for c in completions)
+        self.unscored += unscored
+        self.total += len(completions) - unscored
         self.right += sum(c is not None and c.reward is not None and c.reward >= 1.0 for c in completions)
+        if group:
+            self.failures.update(group.failures)
 
     def figures(self) -> dict[str, float]:
         assert self.version is not None
-        return {**evaluation_figures(self.right, self.total), "eval_version": float(self.version.number)}
+        return {
+            **evaluation_figures(self.right, self.total),
+            "eval_unscored": float(self.unscored),
+            **{f"eval_failures/{kind}": float(n) for kind, n in self.failures.items()},
+            "eval_version": float(self.version.number),
+        }
 
 
 def open_ledger(directory: Path, peer: PeerId, run: str, first_id: int) -> Ledger:

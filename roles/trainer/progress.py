@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mesh.exits import GivenUp
 from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
 from mesh.rundir import write_whole
 from mesh.version import Version
 from roles.metrics import MetricsWriter, process_figures
 from roles.trainer import ledger
-from roles.trainer.figures import Watch
+from roles.trainer.figures import Unrewarded, Watch, unrewarded_reasons
 from roles.trainer.intake import Intake
 from transport.messages import Report, Status
 from transport.weights.publisher import Publisher
@@ -31,6 +32,7 @@ class Progress:
         self.began = time.monotonic()
         self.metrics = MetricsWriter(node.run.path, node.name, on_error=lambda text: peer.note(text, "warning"))
         self.watch = Watch()
+        self.unrewarded = Unrewarded(node.config.task.reward)
         self.state = "starting"
         self.step = 0
         self.version: Version | None = None
@@ -40,6 +42,7 @@ class Progress:
         self.history: collections.deque[tuple[int, float]] = collections.deque(maxlen=2000)
         self.evaluations: list[dict[str, float]] = []
         self.proved: set[Version] = set()
+        self.probes: dict[PeerId, tuple[float, float]] = {}  # difference and floor of the last report
         self._happened: collections.deque[tuple[str, str]] = collections.deque(maxlen=1000)
         self._rollouts: dict[PeerId, str] = {}
         peer.on(Report, self._reported)
@@ -59,8 +62,11 @@ class Progress:
         return self.split["wait_s"] / max(elapsed, 1e-9)
 
     def stepped(self, figures: dict[str, float], elapsed: float, epoch: float) -> None:
-        """One step is done: ``figures`` of its learning, ``elapsed`` seconds in all, ``epoch`` with its fraction."""
+        """One step is done: ``figures`` of its learning, ``elapsed`` seconds in all, ``epoch`` with its fraction.
+
+        Raises GivenUp when no completion of the last steps has a reward."""
         delivery = self.peer.call(self.intake.delivery.metrics)
+        failures = self.intake.take_failures()
         self.totals["max_lag"] = max(self.totals["max_lag"], figures["lag_highest"])
         self.totals["step_s"] += elapsed
         self.totals["wait_s"] += self.split["wait_s"]
@@ -75,14 +81,16 @@ class Progress:
             **delivery,
             **{f"weights/{name}": float(value) for name, value in vars(self.publisher.stats()).items()},
             "weights/proved": float(len(self.proved)),
+            **{f"failures/{kind}": float(n) for kind, n in failures.items()},
+            **self._probe_figures(),
             **process_figures(),
             "longest_gap_s": self.peer.longest_gap_s,
         }
         self._write_events()
         self.metrics.row(self.step, self.figures)
-        for text in self.watch.see(self.figures):
-            self.metrics.event(self.step, "warning", text)
-            self.peer.note(text, "warning")
+        unrewarded = self.unrewarded.see(figures["samples"], figures["unrewarded"], failures)
+        for text in [*self.watch.see(self.figures), *([unrewarded] if unrewarded else [])]:
+            self._warn(self.step, text)
         if "reward" in self.figures:
             self.history.append((self.step, self.figures["reward"]))
         self.peer.log.info(
@@ -96,16 +104,34 @@ class Progress:
             100 * self.figures["wait_share"],
             elapsed,
         )
+        if hopeless := self.unrewarded.hopeless():
+            self.metrics.close()
+            raise GivenUp(hopeless)
 
     def evaluated(self, figures: dict[str, float]) -> None:
         """An evaluation is complete."""
         self.evaluations.append(figures)
         step = int(figures["eval_version"])
         self.metrics.row(step, figures)
-        self.peer.note(
-            f"accuracy {figures['eval_accuracy']:.3f} at step {step} "
-            f"(95% {figures['eval_low']:.3f}-{figures['eval_high']:.3f}, n = {figures['eval_samples']:.0f})"
-        )
+        unscored = int(figures["eval_unscored"])
+        if "eval_accuracy" in figures:
+            self.peer.note(
+                f"accuracy {figures['eval_accuracy']:.3f} at step {step} "
+                f"(95% {figures['eval_low']:.3f}-{figures['eval_high']:.3f}, n = {figures['eval_samples']:.0f}"
+                f"{f', {unscored} unscored' if unscored else ''})"
+            )
+        if unscored:
+            kinds = {name.partition("/")[2]: int(n) for name, n in figures.items() if name.startswith("eval_failures/")}
+            total = unscored + int(figures["eval_samples"])
+            self._warn(
+                step,
+                f"{unscored} of {total} held-out answers at step {step} have no reward and are not in the accuracy: "
+                f"{unrewarded_reasons(kinds, self.node.config.task.reward)}",
+            )
+
+    def _warn(self, step: int, text: str) -> None:
+        self.metrics.event(step, "warning", text)
+        self.peer.note(text, "warning")
 
     def sums(self) -> dict[str, float]:
         """What has been counted since the run began, over all its trainer processes; kept in each checkpoint."""
@@ -122,8 +148,8 @@ class Progress:
         sums["max_lag"] = max(self.earlier.get("max_lag", 0.0), self.totals["max_lag"])
         if "accuracy_before" in self.earlier:
             sums["accuracy_before"] = self.earlier["accuracy_before"]
-        elif self.evaluations:
-            sums["accuracy_before"] = self.evaluations[0]["eval_accuracy"]
+        elif measured := [e["eval_accuracy"] for e in self.evaluations if "eval_accuracy" in e]:
+            sums["accuracy_before"] = measured[0]
         return sums
 
     def finished(self) -> dict[str, Any]:
@@ -173,6 +199,11 @@ class Progress:
         while self._happened:
             self.metrics.event(self.step, *self._happened.popleft())
 
+    def _probe_figures(self) -> dict[str, float]:
+        """The largest difference between the probe's log-probabilities here and at a live receiver, and its floor."""
+        probes = list(self.probes.values())
+        return {"probe/difference": max(probes)[0], "probe/floor": max(probes)[1]} if probes else {}
+
     def _masked_share(self) -> float:
         masked = self.figures.get("tokens_masked", 0.0)
         kept = self.figures.get("tokens_trained", 0.0) + masked
@@ -182,9 +213,10 @@ class Progress:
     # On the loop
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _reported(self, _: PeerId, report: Report) -> None:
+    def _reported(self, receiver: PeerId, report: Report) -> None:
         if report.proved is not None:
             self.proved.add(report.proved)
+            self.probes[receiver] = (report.difference, report.floor)
 
     def _members(self) -> None:
         now = {card.id: card.name for card in self.peer.live("rollout")}
@@ -194,6 +226,7 @@ class Progress:
         self._rollouts = now
 
     def _departed(self, card: PeerCard, dead: bool, reason: str) -> None:
+        self.probes.pop(card.id, None)
         if card.role == "rollout":
             how = "died" if dead else "left"
             self._happened.append((how, f"{card.name} {how}"))
@@ -214,7 +247,7 @@ class Progress:
         }
         if "reward" in f:
             figures["reward"] = f["reward"]
-        if self.evaluations:
+        if self.evaluations and "eval_accuracy" in self.evaluations[-1]:
             figures["accuracy"] = self.evaluations[-1]["eval_accuracy"]
         return Status(
             seq=0,

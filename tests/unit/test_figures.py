@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from roles.metrics import MetricsWriter, process_figures, read_rows
 from roles.plot import plot_run
 from roles.trainer.batch import samples_of
-from roles.trainer.figures import Watch, effective_share, evaluation_figures, step_figures
+from roles.trainer.figures import Unrewarded, Watch, effective_share, evaluation_figures, step_figures
 from roles.trainer.losses import DriftThreshold
 
 
@@ -106,6 +106,8 @@ def test_figures_of_a_batch_that_teaches_nothing_are_finite(rewards):
     f, _, _ = figures_of([group(*(completion(rng, r) for r in rewards))])
     assert all(math.isfinite(v) for v in f.values())
     assert f["zero_variance_share"] == 1.0
+    assert f["entropy_sampled"] == pytest.approx(math.log(23)), "as recorded: nothing was scored"
+    assert "entropy" not in f
 
 
 def test_figures_of_no_sample_at_all_are_finite():
@@ -125,7 +127,7 @@ def test_an_accuracy_comes_with_its_interval_and_sample_count():
 
 # ---- warnings --------------------------------------------------------------------------------------------------------
 
-SOUND = {"entropy": 1.0, "ess_token": 0.95, "negative_mass": 0.9, "train_accuracy": 0.3, "skipped_steps": 0.0}
+SOUND = {"entropy_sampled": 1.0, "ess_token": 0.95, "negative_mass": 0.9, "train_accuracy": 0.3, "skipped_steps": 0.0}
 
 
 def warnings_of(change, steps=10):
@@ -137,7 +139,7 @@ def warnings_of(change, steps=10):
 @pytest.mark.parametrize(
     ("change", "setting"),
     [
-        ({"entropy": 0.05}, "learning_rate"),
+        ({"entropy_sampled": 0.05}, "learning_rate"),
         ({"ess_token": 0.2}, "max_lag"),
         ({"negative_mass": 0.05}, "negative_max_drift"),
         ({"skipped_steps": 1.0}, "learning_rate"),
@@ -151,17 +153,45 @@ def test_each_danger_is_said_and_names_the_setting_to_change(change, setting):
 
 
 def test_low_entropy_at_full_accuracy_is_what_learning_means():
-    assert warnings_of({"entropy": 0.05, "train_accuracy": 0.97}) == []
+    assert warnings_of({"entropy_sampled": 0.05, "train_accuracy": 0.97}) == []
 
 
 def test_a_single_odd_step_warns_of_nothing():
-    assert warnings_of({"negative_mass": 0.3, "entropy": 0.4}, steps=1) == []
+    assert warnings_of({"negative_mass": 0.3, "entropy_sampled": 0.4}, steps=1) == []
 
 
 def test_a_warning_is_said_again_after_it_had_passed():
     watch = Watch(window=2)
     said = [bool(watch.see({"negative_mass": m})) for m in (1, 1, 0, 0, 0, 1, 1, 0, 0)]
     assert said.count(True) == 2
+
+
+# ---- completions without a reward -----------------------------------------------------------------------------------
+
+
+def test_a_quarter_without_a_reward_is_borne_and_more_is_said_once_until_it_has_passed():
+    watch = Unrewarded("my:reward", window=4)
+    assert [watch.see(8, 2, {"timeout": 2}) for _ in range(6)] == [""] * 6
+    line = watch.see(8, 3, {"exception": 3})
+    assert line.startswith("9 of the 32 completions of the last 4 steps have no reward: timeout 6, exception 3: ")
+    assert 'task.reward = "my:reward"' in line
+    assert watch.see(8, 3, {"exception": 3}) == ""
+    assert [watch.see(8, 0, {}) for _ in range(4)] == [""] * 4
+    assert watch.see(8, 8, {"exception": 8}) == "", "a quarter"
+    assert watch.see(8, 1, {"exception": 1})
+
+
+def test_five_steps_without_a_single_reward_are_hopeless_and_one_reward_is_hope():
+    watch = Unrewarded("my:reward")
+    for missing in (48, 48, 48, 48, 47, 48, 48, 48, 48):
+        watch.see(48, missing, {"exception": missing})
+        assert watch.hopeless() == ""
+    watch.see(0, 0, {})
+    assert watch.hopeless() == "", "a step without a completion says nothing"
+    watch.see(48, 48, {"exception": 40, "none": 8})
+    assert watch.hopeless().startswith(
+        'no completion of the last 5 steps has a reward: exception 232, none 8: check task.reward = "my:reward"'
+    )
 
 
 # ---- where figures go ------------------------------------------------------------------------------------------------
