@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mesh.effects import Send
-from mesh.exits import FINISHED, Requeue
+from mesh.exits import FINISHED, GivenUp, Requeue
 from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
 from mesh.version import Version
@@ -24,8 +24,9 @@ from roles.device import backend_of, device_of
 from roles.formations import group_builder
 from roles.metrics import MetricsWriter, process_figures
 from roles.rollout.engines import load_engine
-from roles.rollout.engines.base import Engine, EngineDead, RequestFailed
+from roles.rollout.engines.base import Engine, EngineDead, Request, RequestFailed
 from roles.rollout.rewards import RewardPool
+from roles.rollout.setbacks import Setbacks, described
 from roles.rollout.tasks import load_task
 from roles.rollout.tasks.base import Prompt, Sampler, Task, Transcript, encode
 from transport.delivery import Abort, RolloutDelivery, RunOver, Start, admits
@@ -48,6 +49,7 @@ class Rollout:
         self.delivery = RolloutDelivery(self.config.rollout.groups_in_flight)
         self.rewards = RewardPool(self.config.task, self.config.rollout)
         self.metrics = MetricsWriter(node.run.path, node.name, tensorboard=False)
+        self.setbacks = Setbacks()
         self.tasks: dict[tuple[PeerId, CreditId], asyncio.Task] = {}
         self.pins: dict[Version, int] = {}
         self.unsent: collections.deque[Send] = collections.deque()
@@ -131,12 +133,17 @@ class Rollout:
         prover = Prover(probe_floor(self.config))
         self.engine.start(_Source(self), prover)
         self.node.join(self.peer)
+        waiting = "" if self.peer.live("trainer") else ", waiting for a trainer"
+        self.peer.log.info(
+            "%s at %s, run directory %s%s", self.node.name, self.peer.address, self.node.run.path, waiting
+        )
         try:
             await self._watch()
         finally:
             for task in self.tasks.values():
                 task.cancel()
             await self.rewards.close()
+            self.metrics.row(self._step(), self._figures())
             self.metrics.close()
         self.peer.note(f"leaving: {self.over}")
         return FINISHED
@@ -151,6 +158,8 @@ class Rollout:
                 raise self.rewards.failure
             if self.engine.failure is not None:
                 raise EngineDead(f"the engine ended: {self.engine.failure}") from self.engine.failure
+            if hopeless := self.setbacks.hopeless():
+                raise GivenUp(hopeless)
             now = time.monotonic()
             if self.peer.live("trainer"):
                 alone_since = now
@@ -223,21 +232,18 @@ class Rollout:
         d = self.delivery
         try:
             group = await self._group(trainer, credit)
-        except (RequestFailed, ValueError) as e:
-            gone_on = credit.evaluation and (self.engine.version or credit.min_version) > credit.min_version
-            passed = gone_on or str(e) == PASSED
-            why = PASSED if passed else str(e)
-            if not passed:
-                self.peer.log.warning("credit %s of %s: %s", credit.id, trainer, e)
-            self.peer.post(lambda: self._do(d.failed(trainer, credit.id, why, time.monotonic())))
         except EngineDead:
             self.peer.post(lambda: d.returned(trainer, credit.id, "engine dead"))
-        except Exception as e:  # a task's or a bug's: one credit fails, with its traceback in the log
-            self.peer.log.error("credit %s of %s failed: %r", credit.id, trainer, e)
-            self.peer.log.debug("traceback", exc_info=True)
-            why = f"{type(e).__name__}: {e}"[:1000]
+        except Exception as e:  # a task's, the settings' or a bug's: one credit fails, many in a row end this rollout
+            gone_on = credit.evaluation and (self.engine.version or credit.min_version) > credit.min_version
+            passed = str(e) == PASSED or (gone_on and isinstance(e, RequestFailed | ValueError))
+            why = PASSED if passed else described(e)
+            if not passed and (line := self.setbacks.failed(e)):
+                self.peer.log.warning("credit %s of %s failed: %s", credit.id, trainer, line)
+                self.peer.log.debug("traceback", exc_info=True)
             self.peer.post(lambda: self._do(d.failed(trainer, credit.id, why, time.monotonic())))
         else:
+            self.setbacks.succeeded()
             self.peer.post(lambda: self._do(d.finished(trainer, credit.id, group, time.monotonic())))
         finally:
             self.tasks.pop((trainer, credit.id), None)
@@ -257,13 +263,9 @@ class Rollout:
             *(self._completion(prompt, tokens, credit, i) for i in range(credit.size)), return_exceptions=True
         )
         stop = time.time()
-        whole = [s for s in sampled if not isinstance(s, BaseException)]
-        broken = [s for s in sampled if isinstance(s, BaseException)]
-        if len(whole) < min(2, credit.size):
-            raise broken[0]
-        completions, reasons = await self._scored(prompt, whole)
-        for error in broken:
-            reasons[type(error).__name__] = reasons.get(type(error).__name__, 0) + 1
+        if broken := [s for s in sampled if isinstance(s, BaseException)]:
+            raise broken[0]  # a trainer takes whole groups only
+        completions, reasons = await self._scored(prompt, [s for s in sampled if isinstance(s, Transcript)])
         versions = [span.version for c in completions for s in c.segments for span in s.spans]
         return Group(
             completions=completions,
@@ -325,6 +327,7 @@ class Rollout:
             "version": float(self._step()),
             **{f"engine/{k}": v for k, v in self.engine.figures.as_dict().items()},
             **{f"groups/{k}": float(v) for k, v in self.delivery.counts.items()},
+            "groups/failed_in_a_row": float(self.setbacks.in_a_row),
             **{f"rewards/{k}": float(v) for k, v in self.rewards.counts.items()},
             **(
                 {"probe/difference": proof.difference, "probe/floor": proof.floor, "probe/power": proof.power}
@@ -400,12 +403,21 @@ def probe_floor(config: Any) -> float:
     return 0.1 if narrow else 1e-3
 
 
+def check_prompts(task: Task, tokenizer: Any, engine: Engine, max_new_tokens: int) -> None:
+    """Whether the first prompt of each kind can be encoded and sampled. Raises ValueError, in one line."""
+    for prompts in (task.train, task.heldout):
+        if len(prompts):
+            tokens = encode(prompts[0].content, tokenizer)
+            engine.check(Request(prompt=tokens, max_new_tokens=max_new_tokens))
+
+
 def main(node: Node) -> int:
     """Load what is slow, then join, then work."""
     task = load_task(node.config.task)
     device = device_of(node.launch)
     backend = backend_of(node.config.weights.backend, device)
     engine, tokenizer = load_engine(node.config, device)
+    check_prompts(task, tokenizer, engine, node.config.rollout.max_new_tokens)
     peer = node.peer()
     receiver = Receiver(peer, node.config.weights, group_builder(peer, backend), engine_build=engine.build)
     try:

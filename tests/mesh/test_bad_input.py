@@ -86,6 +86,16 @@ LATER = {  # role, settings, what the line says
     "no such hub id": ("trainer", {"model.path": "nobody/nothing"}, ['model.path = "nobody/nothing"', "hub"]),
     "no such task": ("rollout", {"task.data": "srot"}, ['task.data = "srot" is unknown; did you mean sort?']),
     "no such gym task": ("trainer", {"task.data": "reasoning-gym:chess_"}, ["task.data", "chess_"]),
+    "more tokens than the model has positions": (
+        "rollout",
+        {"rollout.max_new_tokens": 100_000},
+        ["rollout.max_new_tokens = 100000", "positions", "the model has"],
+    ),
+    "chats for a model that knows none": (
+        "rollout",
+        {"task.data": "reasoning-gym:chain_sum", "task.options": "{{}}", "task.system_prompt": "Be brief."},
+        ["prompts are chats", "no chat template"],
+    ),
     "no such file": ("rollout", {"task.data": "nothing.jsonl"}, ["task.data", "nothing.jsonl"]),
     "no such module": ("rollout", {"task.reward": "nowhere:f"}, ['task.reward = "nowhere:f"', "nowhere"]),
     "no such function": ("rollout", {"task.reward": "gate:exactly"}, ['task.reward = "gate:exactly"']),
