@@ -50,7 +50,7 @@ class Child:
         """The first line that says what went wrong, for a peer that failed."""
         lines = self.out.read_text(errors="replace").splitlines()
         errors = [line for line in lines if "error:" in line or " E " in line]
-        return (errors or lines[-1:] or ["no output"])[0]
+        return (errors or lines[-1:] or ["no output"])[0].split(" E error: ")[-1].removeprefix("error: ")
 
 
 def _die_with_parent() -> None:
@@ -225,7 +225,9 @@ class Local:
             code = self._failed(f"{trainer.name} ended with exit code {trainer.code}: {trainer.first_error()}")
             return trainer.code if trainer.code and trainer.code > 0 else code
         summary = json.loads(run.summary.read_text())
-        self.console.print(_summary_text(summary, run), highlight=False, soft_wrap=True)
+        self.console.print(
+            _summary_text(summary, run, self.node.config.evaluation.temperature), highlight=False, soft_wrap=True
+        )
         return exits.FINISHED if summary["ledger_closed"] else exits.FAILURE
 
     def _failed(self, how: str) -> int:
@@ -251,12 +253,12 @@ class Local:
         self.peer.leave("the view is closed")
 
 
-def _summary_text(summary: dict, run: RunDir) -> str:
+def _summary_text(summary: dict, run: RunDir, temperature: float) -> str:
     ledger, tokens = summary["ledger"], summary["ledger_tokens"]
     wide = max(len(str(v)) for v in ledger.values())
     rows = [
         "",
-        f"accuracy   {_accuracy(summary)}",
+        f"accuracy   {_accuracy(summary, temperature)}",
         f"steps      {summary['steps']} in {summary['wall_s']:.1f} s, {summary['tokens_per_s']:,.0f} sampled tokens/s, "
         f"trainer waiting {summary['trainer_wait_share']:.1%}",
         f"weights    {summary['versions_published']} versions published, {summary['versions_proved']} proved; "
@@ -273,11 +275,12 @@ def _summary_text(summary: dict, run: RunDir) -> str:
     return "\n".join(rows)
 
 
-def _accuracy(summary: dict) -> str:
+def _accuracy(summary: dict, temperature: float) -> str:
     if summary["accuracy_after"] is None:
         return "not measured"
+    before = "?" if summary["accuracy_before"] is None else f"{summary['accuracy_before']:.3f}"
     return (
-        f"{summary['accuracy_before']:.3f} -> {summary['accuracy_after']:.3f}   "
-        f"(one sample at temperature 1 on {summary['accuracy_samples']} held-out prompts, "
+        f"{before} -> {summary['accuracy_after']:.3f}   "
+        f"(one sample at temperature {temperature:g} on {summary['accuracy_samples']} held-out prompts, "
         f"95% {summary['accuracy_after_low']:.3f}-{summary['accuracy_after_high']:.3f})"
     )

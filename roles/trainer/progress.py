@@ -164,7 +164,8 @@ class Progress:
     def _summary(self) -> dict[str, Any]:
         replayed = ledger.replay(self.node.run.ledgers.glob("*.jsonl"))
         sums = self.sums()
-        after = self.evaluations[-1] if self.evaluations else {}
+        last = self.evaluations[-1] if self.evaluations else {}
+        after = last if last.get("eval_version") == self.step else {}  # an older one says nothing of this model
         tokens = {name: n for name, n in replayed.tokens.items() if name != "lost"}
         return {
             "steps": self.step,

@@ -27,7 +27,7 @@ def summary(**changes):
 
 
 def test_the_summary_says_what_was_learned_and_waited(tmp_path):
-    text = _summary_text(summary(), RunDir(tmp_path))
+    text = _summary_text(summary(), RunDir(tmp_path), 1.0)
     assert "accuracy   0.010 -> 0.500" in text
     assert "on 100 held-out prompts, 95% 0.400-0.600" in text
     assert "trainer waiting 12.5%" in text
@@ -35,4 +35,4 @@ def test_the_summary_says_what_was_learned_and_waited(tmp_path):
 
 def test_a_run_without_an_evaluation_has_a_summary_too(tmp_path):
     none = dict.fromkeys(("accuracy_before", "accuracy_after", "accuracy_after_low", "accuracy_after_high"))
-    assert "accuracy   not measured" in _summary_text(summary(**none, accuracy_samples=0), RunDir(tmp_path))
+    assert "accuracy   not measured" in _summary_text(summary(**none, accuracy_samples=0), RunDir(tmp_path), 1.0)
