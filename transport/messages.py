@@ -5,7 +5,8 @@ arrays (``codec.py``). ``Int32s``, ``Float32s`` and ``UInt64s`` are one-dimensio
 checked on sending and on arrival. All messages are level-triggered: they repeat a state, so any may be lost,
 doubled, delayed or overtaken without harm.
 
-Sections: first contact and membership (SWIM), convening, the store of a process group, weights, trajectories, looking.
+Sections: first contact and membership (SWIM), convening, the store of a process group, weights, trajectories,
+steps of several trainers, looking.
 This file is a leaf: it imports nothing but the names of peers and versions, so that the pure machines can speak it.
 """
 
@@ -388,6 +389,105 @@ class Delivery(Message, frozen=True):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Steps of several trainers
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Place(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where a trainer's weights stand: after ``step`` optimizer steps of ``lineage``, which trained ``trained`` groups.
+    ``state`` is a digest of weights and optimizer; empty where none was taken."""
+
+    step: Count = 0
+    lineage: Lineage = Lineage()
+    trained: Count = 0
+    state: Text = ""
+
+
+class Held(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A reduced gradient that waits to be applied: of step ``step`` (the number that the weights get by it), reduced in
+    formation ``ballot``."""
+
+    ballot: Ballot
+    step: Count
+    digest: Text
+
+
+class StepSeek(Message, frozen=True):
+    """A trainer in no formation to all trainers, every second: take me in. ``ballot`` is the highest I have followed: I
+    am in that formation no longer."""
+
+    ballot: Ballot
+
+
+class StepHere(Message, frozen=True):
+    """This is the formation I am in. Answer to a trainer that is not in it or lags behind it, and told to all such
+    trainers by its first member, every second."""
+
+    ballot: Ballot
+    members: list[PeerId]
+    trained: Count
+
+
+class StepStanding(Message, frozen=True):
+    """Where I stood when formation ``ballot`` was formed; it does not change within a ballot. ``opened`` is the size of
+    the last formation in which I trained or was ready to; 0: of none since I was taken in. Repeated until everybody's
+    is there; from then on, one without ``reply`` is answered."""
+
+    ballot: Ballot
+    place: Place
+    held: Held | None
+    opened: Count
+    reply: bool = False
+
+
+class StepReady(Message, frozen=True):
+    """Member to the first, on change and repeated: my weights stand just before ``step``; when ``ready``, with a
+    gradient of so many groups and tokens, or with nothing to contribute (0). What was said of a step only grows."""
+
+    ballot: Ballot
+    step: Count
+    ready: bool = False
+    groups: Count = 0
+    tokens: Count = 0
+
+
+class StepGo(Message, frozen=True):
+    """The first to all: enter the all-reduce of ``step``, with your gradient if you are among ``contributors``, with
+    zeros otherwise. Decided once a step of a formation; repeated until everybody has reduced."""
+
+    ballot: Ballot
+    step: Count
+    contributors: list[PeerId]
+
+
+class StepReduced(Message, frozen=True):
+    """Member to all: I hold the reduced gradient of ``step``. ``digest`` covers it and all that rode with it, ``state``
+    is that of my weights and optimizer before it. Repeated until everybody's is there; from then on answered."""
+
+    ballot: Ballot
+    step: Count
+    digest: Text
+    state: Text = ""
+    reply: bool = False
+
+
+class StepHold(Message, frozen=True):
+    """The first to all, repeated: make no step after ``step`` in this formation, ``newcomer`` is being taken in. A
+    member that stands there answers with the same."""
+
+    ballot: Ballot
+    step: Count
+    newcomer: PeerId
+
+
+class StepOver(Message, frozen=True):
+    """Formation ``ballot`` is over for me, and therefore for all of its members. Repeated until there is another."""
+
+    ballot: Ballot
+    reason: Text
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Looking: what a peer shows to an observer
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -415,6 +515,7 @@ Body = (
     | StoreSet | StoreGet | StoreAnswer
     | ManifestAsk | ManifestTell | Announce | Begin | Report
     | Ask | Answer | Delivery
+    | StepSeek | StepHere | StepStanding | StepReady | StepGo | StepReduced | StepHold | StepOver
     | Look | Status
 )  # fmt: skip
 
