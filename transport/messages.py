@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from mesh.identity import PeerCard, PeerId
 from mesh.version import Ballot, Lineage, Version
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change of this file; peers of different protocols refuse each other by name."""
 
 Text = Annotated[str, Meta(max_length=4096)]

@@ -268,7 +268,7 @@ class Company:
         return [note, *self._admission.tick(now)]
 
     def _tick_hold(self, now: float) -> list[Any]:
-        if self.steps.phase != "held":
+        if self.steps.phase != "holding":
             return []
         hold_s = self._t.hold_s if self.first else self._t.hold_s + self._t.apply_s
         if now - self.steps.since >= hold_s:
@@ -342,7 +342,8 @@ class Company:
 
     def _convene(self, members: Sequence[PeerId], now: float) -> Convene:
         self._convened = now
-        return Convene(tuple(members), max(self.ballot.counter, last_term(self.place.lineage).counter))
+        above = max(self.ballot.counter, self.steps.highest, last_term(self.place.lineage).counter)
+        return Convene(tuple(members), above)
 
     @property
     def _living(self) -> list[PeerId]:

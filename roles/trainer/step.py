@@ -11,6 +11,7 @@ trainer goes through these phases; the first of the order leads:
     reduced    this trainer holds the result and tells its digest to all. This is the barrier: when all members hold the
                same, it applies. Different digests are an error that names the trainers
     applying   the optimizer step; then ``open`` again. Publication, records and verdicts come after it
+    holding    instead of Go: a newcomer is taken in, and the next step is made in the next formation
 
 When a member dies, a collective breaks or a deadline passes, the formation is over, for one and so for all. What was
 reduced is kept until the next formation has agreed: those who stand in it apply it or void it together. A gradient that
@@ -33,7 +34,7 @@ from roles.trainer.acts import Abandon, Apply, Diverged, Opened, Reduce
 from roles.trainer.agreement import Agreement, Standings, last_term
 from transport.messages import Held, Message, Place, StepGo, StepReady, StepReduced, StepStanding
 
-Phase = Literal["apart", "standing", "open", "held", "reducing", "reduced", "applying"]
+Phase = Literal["apart", "standing", "open", "holding", "reducing", "reduced", "applying"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Steps:
         self.members: tuple[PeerId, ...] = ()
         self.opened = 0  # size of the last formation that opened, since this trainer was taken in
         self.held: Held | None = None
+        self.highest = 0  # counter of a term on anybody's lineage
         self._t, self._name = timing, name
         self._contributors: tuple[PeerId, ...] = ()  # to what is held
         self._mine: tuple[int, int, int] | None = None  # the step this trainer is ready for, groups, tokens
@@ -142,8 +144,8 @@ class Steps:
     def hold(self, now: float) -> bool:
         """Make no further step in this formation. False when one is under way."""
         if self.phase == "open":
-            self._enter("held", now)
-        return self.phase == "held"
+            self._enter("holding", now)
+        return self.phase == "holding"
 
     def ready(self, step: int, groups: int, tokens: int, now: float) -> list[Any]:
         if step != self.place.step + 1:
@@ -225,6 +227,7 @@ class Steps:
             return [Behind(f"at step {self.place.step}, where the others cannot be followed to step {a.step}")]
         if a.behind:
             return [Broken(f"standing elsewhere: {self._names(a.behind)}", a.behind)]
+        self.highest = max(self.highest, last_term(a.lineage).counter)
         if last_term(a.lineage) >= self.ballot:
             return [Broken(f"the lineage has term {last_term(a.lineage)} already")]
         if 2 * a.lost > a.of and now - self._since < self._t.split_wait_s:
@@ -248,8 +251,11 @@ class Steps:
         missing = self._standings.missing
         if not missing:
             return self._agree(now)
+        if self.me in missing:  # an optimizer step is under way: the others wait for this trainer
+            return []
         if now - self._since >= self._t.apply_s:
-            return [Broken(f"did not say within {self._t.apply_s:g} s where they stand: {self._names(missing)}")]
+            reason = f"did not say within {self._t.apply_s:g} s where they stand: {self._names(missing)}"
+            return [Broken(reason, tuple(missing))]
         if not self._due(now):
             return []
         self._repeat_at = now + self._t.repeat_s

@@ -116,7 +116,7 @@ def together(world: Training) -> str:
     """What is missing until all who live train in one formation."""
     trainers = world.trainers
     for t in trainers:
-        if t.company.state != "in" or t.company.steps.phase in ("standing", "held"):
+        if t.company.state != "in" or t.company.steps.phase in ("standing", "holding"):
             return f"{t.node.label} is {t.company.state}, {t.company.steps.phase}"
         if set(t.company.members) != {other.node.id for other in trainers}:
             return f"{t.node.label} is in a formation of {len(t.company.members)} of {len(trainers)}"
