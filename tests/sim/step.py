@@ -184,11 +184,12 @@ def scenario(seed: int) -> Training:
     return world
 
 
-def deaths(seed: int, point: str) -> Training:
-    """Trainers that see each other well, of whom one is killed at this point, and often another soon after. No step of
-    a dead one is ever made differently by those who live. Raises Failure."""
+def deaths(seed: int) -> Training:
+    """Trainers that see each other well, of whom one is killed at a point that the seed counts through, and often
+    another soon after. No step of a dead one is ever made differently by those who live. Raises Failure."""
     world = Training(seed)
-    rng = world.rng
+    world.scenario = "deaths"
+    rng, point = world.rng, POINTS[seed % len(POINTS)]
     world.expected = rng.randint(2, 5)
     world.weather = Weather(jitter_s=0.01, loss=rng.choice((0.0, 0.05)), duplicate=0.1)
     world.trouble = Trouble(

@@ -19,6 +19,10 @@ from tests.sim.world import Failure
 from transport.messages import Held
 
 
+def seeds_of(point: str, count: int) -> range:
+    return range(POINTS.index(point), len(POINTS) * count, len(POINTS))
+
+
 @pytest.mark.parametrize("first", range(0, 300, 50))
 def test_trainers_go_on_together_after_any_trouble(first):
     for seed in range(first, first + 50):
@@ -27,8 +31,8 @@ def test_trainers_go_on_together_after_any_trouble(first):
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_death_at_any_point_of_a_step_costs_no_step_and_changes_none(point):
-    for seed in range(12):
-        assert deaths(seed, point).sprung[0] == point
+    for seed in seeds_of(point, 12):
+        assert deaths(seed).sprung[0] == point
 
 
 def test_a_seed_replays_exactly():
@@ -52,7 +56,7 @@ def test_the_seeds_are_no_calm_ones(monkeypatch):
         return found
 
     monkeypatch.setattr(agreement, "agree", counting)
-    worlds = [scenario(seed) for seed in range(80)] + [deaths(seed, "telling its reduction") for seed in range(20)]
+    worlds = [scenario(seed) for seed in range(80)] + [deaths(seed) for seed in seeds_of("telling its reduction", 20)]
     lines = [line for world in worlds for line in world.lines]
     for what in ("slept", "part:", "timed out", "is left behind", "are lost at once", "no part in", "is taken in at"):
         assert any(what in line for line in lines), what
@@ -63,9 +67,9 @@ def test_the_seeds_are_no_calm_ones(monkeypatch):
 # Faults that were planted for the simulator to find ------------------------------------------------------------------
 
 
-def found_within(seeds: int, run: Callable[[int], object] = scenario) -> str:
+def found_within(seeds: int | range, run: Callable[[int], object] = scenario) -> str:
     """What the simulator says of the first seed that fails; empty when none does."""
-    for seed in range(seeds):
+    for seed in range(seeds) if isinstance(seeds, int) else seeds:
         try:
             run(seed)
         except Failure as failure:
@@ -88,7 +92,7 @@ def test_a_step_made_again_although_the_dead_one_may_have_applied_it_is_found(mo
         return replace(found, apply=None, step=found.step - 1) if found.apply is not None and level else found
 
     monkeypatch.setattr(agreement, "agree", forgetful)
-    assert "differently from the company of" in found_within(40, lambda seed: deaths(seed, "after the optimizer step"))
+    assert "differently from the company of" in found_within(seeds_of("after the optimizer step", 40), deaths)
 
 
 def test_a_step_made_again_although_one_who_lives_has_applied_it_is_found(monkeypatch):
@@ -103,7 +107,7 @@ def test_a_step_made_again_although_one_who_lives_has_applied_it_is_found(monkey
         return self._open(Agreement(step=self.place.step, lineage=self.place.lineage), now)
 
     monkeypatch.setattr(Steps, "_agree", heedless)
-    assert re.search(r"opens at .* and at", found_within(80, lambda seed: deaths(seed, "telling its reduction")))
+    assert re.search(r"opens at .* and at", found_within(seeds_of("telling its reduction", 80), deaths))
 
 
 def test_a_buffer_reused_while_an_abandoned_operation_still_writes_is_found(monkeypatch):
