@@ -205,6 +205,9 @@ class Peer:
             raise ValueError(self.refused)
         if self.slept_s:
             raise Slept(f"this process did not run for {self.slept_s:.0f} s and the others may hold it dead")
+        self._check_loop()
+
+    def _check_loop(self) -> None:
         if self._dead is not None:
             raise RuntimeError(f"the loop of {self.name} ended: {self._dead!r}") from self._dead
 
@@ -237,7 +240,7 @@ class Peer:
     def call(self, fn: Callable[[], T], timeout_s: float = 10.0) -> T:
         if threading.current_thread() is self._thread:
             return fn()
-        self.check()
+        self._check_loop()
         future: Future[T] = Future()
 
         def run() -> None:
@@ -250,7 +253,7 @@ class Peer:
         try:
             return future.result(timeout_s)
         except TimeoutError:
-            self.check()
+            self._check_loop()
             raise TimeoutError(f"the loop of {self.name} did not answer within {timeout_s:.0f} s") from None
 
     def send(self, to: PeerId, message: Message, *, bulk: bool = False) -> bool:
