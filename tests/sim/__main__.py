@@ -8,10 +8,15 @@ python -m tests.sim --scenario NAME ...       one scenario only: membership, or 
 import argparse
 import sys
 
-from tests.sim import membership, mesh
+from tests.sim import membership, mesh, step
 from tests.sim.world import Failure
 
-SCENARIOS = {"membership": membership.scenario, "mesh": mesh.scenario}
+SCENARIOS = {
+    "membership": membership.scenario,
+    "mesh": mesh.scenario,
+    "step": step.scenario,
+    "deaths": step.deaths,
+}
 
 
 def main() -> int:
