@@ -316,4 +316,4 @@ class Unrewarded:
 def unrewarded_reasons(failures: Mapping[str, int], reward: str) -> str:
     """``exception 240, timeout 3: check task.reward = "...", ...``: the most frequent first, and what to do."""
     kinds = ", ".join(f"{kind} {n}" for kind, n in collections.Counter(failures).most_common(5)) or "broken off"
-    return f'{kinds}: check task.reward = "{reward}", what it raised is in the logs of the rollouts'
+    return f'{kinds}: check task.reward = "{reward}", the logs of the rollouts say more'
