@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from mesh.identity import PeerCard, PeerId
 from mesh.version import Ballot, Lineage, Version
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change of this file; peers of different protocols refuse each other by name."""
 
 Text = Annotated[str, Meta(max_length=4096)]
@@ -28,6 +28,7 @@ CreditId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Int32s = Annotated[np.ndarray, Meta(extra={"dtype": "int32"})]
 Float32s = Annotated[np.ndarray, Meta(extra={"dtype": "float32"})]
 UInt64s = Annotated[np.ndarray, Meta(extra={"dtype": "uint64"})]
+UInt8s = Annotated[np.ndarray, Meta(extra={"dtype": "uint8"})]
 
 
 class Message(Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -487,6 +488,47 @@ class StepOver(Message, frozen=True):
     reason: Text
 
 
+class StateOffer(Message, frozen=True):
+    """To a newcomer, while all steps are held for it: ask me for so many bytes, with this xxh3-64 digest: weights,
+    optimizer and what else trainers have alike, at ``place`` in the formation of ``members``. Repeated until it asks."""
+
+    ballot: Ballot
+    step: Count
+    members: list[PeerId]
+    place: Place
+    nbytes: Count
+    digest: Text
+
+
+class StateAsk(Message, frozen=True):
+    """The newcomer: send me these chunks. Repeated for those that do not come."""
+
+    ballot: Ballot
+    chunks: list[Count]
+
+
+class StateTell(Message, frozen=True):
+    ballot: Ballot
+    chunk: Count
+    data: UInt8s
+
+
+class StateTaken(Message, frozen=True):
+    """The newcomer: I hold all of it, loaded; or ``reason`` says why not. Repeated until there is a formation with me
+    in it, or none."""
+
+    ballot: Ballot
+    reason: Text = ""
+
+
+class StateTensors(Message, frozen=True):
+    """To all members, when trainers differ that must be alike: the digest of each of my tensors after ``step``, in the
+    order of their names."""
+
+    step: Count
+    digests: UInt64s
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Looking: what a peer shows to an observer
 # ----------------------------------------------------------------------------------------------------------------------
@@ -516,6 +558,7 @@ Body = (
     | ManifestAsk | ManifestTell | Announce | Begin | Report
     | Ask | Answer | Delivery
     | StepSeek | StepHere | StepStanding | StepReady | StepGo | StepReduced | StepHold | StepOver
+    | StateOffer | StateAsk | StateTell | StateTaken | StateTensors
     | Look | Status
 )  # fmt: skip
 
