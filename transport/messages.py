@@ -5,8 +5,8 @@ arrays (``codec.py``). ``Int32s``, ``Float32s`` and ``UInt64s`` are one-dimensio
 checked on sending and on arrival. All messages are level-triggered: they repeat a state, so any may be lost,
 doubled, delayed or overtaken without harm.
 
-Sections: first contact and membership (SWIM), convening, the store of a process group, weights, trajectories,
-steps of several trainers, looking.
+Sections: first contact and membership (SWIM), convening, the store of a process group, weights, weights by pull,
+trajectories, steps of several trainers, looking.
 This file is a leaf: it imports nothing but the names of peers and versions, so that the pure machines can speak it.
 """
 
@@ -228,12 +228,13 @@ class ManifestTell(Message, frozen=True):
 
 
 class Announce(Message, frozen=True):
-    """Publisher to receivers, repeated until they have reported: this version comes next through this formation.
+    """Publisher to receivers, repeated until they have reported: this version comes next through this formation; or,
+    ``ballot`` None, it does not come: pull it from one of ``holders``.
 
     ``bucket_digests`` (uint64) are xxh3-64 of each bucket; ``tensor_digests`` (uint64) of each entry of the manifest.
     """
 
-    ballot: Ballot
+    ballot: Ballot | None
     version: Version
     lineage: Lineage
     manifest: str
@@ -242,6 +243,7 @@ class Announce(Message, frozen=True):
     bucket_digests: UInt64s
     tensor_digests: UInt64s
     probe: Probe
+    holders: list[PeerId] = []
 
 
 class Begin(Message, frozen=True):
@@ -258,7 +260,8 @@ class Report(Message, frozen=True):
 
     ``ready_for`` is the announced (version, attempt) for which a shadow buffer waits; ``buckets`` how many of its
     buckets arrived and verified; ``proved`` the version the engine runs, proved; ``refused`` a version that failed and
-    why. ``live_digest`` covers the engine's live tensors; engines of one ``build`` must agree on it.
+    why. ``live_digest`` covers the engine's live tensors; engines of one ``build`` must agree on it. ``wants`` is a
+    version that an evaluation waits for, and that is not here.
     """
 
     ballot: Ballot | None
@@ -274,6 +277,35 @@ class Report(Message, frozen=True):
     difference: float = 0.0
     floor: float = 0.0
     power: float = 0.0
+    wants: Version | None = None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights by pull: catching up over the endpoint
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class PullAsk(Message, frozen=True):
+    """Receiver to a peer that holds ``version``, repeated: these chunks are missing here. Chunk i is what lies in the
+    flat buffer from byte ``i * CHUNK_BYTES`` on. Asking leases the version for a while; no chunks give it back."""
+
+    version: Version
+    chunks: Annotated[list[Count], Meta(max_length=64)]
+
+
+class PullTell(Message, frozen=True):
+    """One chunk: uint8, of CHUNK_BYTES or, the last one, fewer."""
+
+    version: Version
+    chunk: Count
+    payload: UInt8s
+
+
+class PullDecline(Message, frozen=True):
+    """This version cannot be had here (any more), or not now."""
+
+    version: Version
+    reason: Text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -556,6 +588,7 @@ Body = (
     | Invite | Accept | Decline | Go
     | StoreSet | StoreGet | StoreAnswer
     | ManifestAsk | ManifestTell | Announce | Begin | Report
+    | PullAsk | PullTell | PullDecline
     | Ask | Answer | Delivery
     | StepSeek | StepHere | StepStanding | StepReady | StepGo | StepReduced | StepHold | StepOver
     | StateOffer | StateAsk | StateTell | StateTaken | StateTensors
