@@ -522,7 +522,8 @@ class StepOver(Message, frozen=True):
 
 class StateOffer(Message, frozen=True):
     """To a newcomer, while all steps are held for it: ask me for so many bytes, with this xxh3-64 digest: weights,
-    optimizer and what else trainers have alike, at ``place`` in the formation of ``members``. Repeated until it asks."""
+    optimizer and what else trainers have alike, at ``place`` in the formation of ``members``. Repeated until it
+    asks."""
 
     ballot: Ballot
     step: Count
