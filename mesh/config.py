@@ -53,7 +53,7 @@ class Rollout(Struct, forbid_unknown_fields=True):
 
 class Trainer(Struct, forbid_unknown_fields=True):
     group_size: int = 8  # completions of one prompt, compared with each other
-    groups_per_step: int = 32  # prompts in one batch
+    groups_per_step: int = 32  # prompts in one batch, over all trainers
     learning_rate: float = 1e-6
     warmup_steps: int = 5  # the learning rate rises linearly over them, then stays
     weight_decay: float = 0.0

@@ -6,14 +6,21 @@ those weights already had: after a crash at step 40 and a resume from the checkp
 38, and versions 39 and 40 of the old term are on no living lineage.
 """
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+Number = Annotated[int, Meta(ge=0, lt=2**53)]
+"""What may arrive as a counter or number: exact in every language, and far from what a message cannot carry."""
+
+MAX_TERMS = 4096  # of a lineage: each is a start of the run or a death among its trainers
 
 
 class Ballot(Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
     """Names a formation. Unique by construction, since a convener uses a counter once; ordered by counter, then id."""
 
-    counter: int
-    convener: str
+    counter: Number
+    convener: Annotated[str, Meta(max_length=64)]
 
     def __str__(self) -> str:
         return f"{self.counter}.{self.convener[:4]}"
@@ -23,7 +30,7 @@ class Version(Struct, frozen=True, order=True, array_like=True, forbid_unknown_f
     """One set of weights. Ordered by term, then number: what a receiver has applied never goes back in this order."""
 
     term: Ballot
-    number: int
+    number: Number
 
     def __str__(self) -> str:
         return f"v{self.number}@{self.term.counter}"
@@ -32,7 +39,7 @@ class Version(Struct, frozen=True, order=True, array_like=True, forbid_unknown_f
 class Lineage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The terms a run of weights descends from, oldest first, each with the number of its first version."""
 
-    terms: tuple[tuple[Ballot, int], ...] = ()
+    terms: Annotated[tuple[tuple[Ballot, Number], ...], Meta(max_length=MAX_TERMS)] = ()
 
     def open(self, term: Ballot, number: int) -> "Lineage":
         """The lineage of a new ``term`` whose first version has this ``number``."""
@@ -47,6 +54,16 @@ class Lineage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
                 last = i + 1 == len(self.terms)
                 return version.number >= first and (last or version.number <= self.terms[i + 1][1])
         return False
+
+    def at(self, number: int) -> Version:
+        """The version with this number; below the lineage's first number, the first. Where a term opened, the number
+        names the same weights in two terms: it is that of the older, so that who has it need not wait for the newer."""
+        term, first = self.terms[0]
+        for later, opened in self.terms[1:]:
+            if number <= opened:
+                break
+            term = later
+        return Version(term, max(number, first))
 
     def lag(self, version: Version, number: int) -> int | None:
         """How many steps ``version`` lies behind ``number`` on this lineage; None when it is not of this lineage."""

@@ -17,14 +17,17 @@ Tokens are sampled tokens. Evaluation has accounts of its own, in groups, and ne
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from mesh.identity import PeerId
 from mesh.version import Lineage, Version
 
 MAX_REASONS = 64  # told apart by their text, which rollouts choose; the record on disk has all
+
+CLOSED_A_ROW = 256
+WHY_CHARS = 100
 
 Ending = Literal["superseded", "failed", "lost", "evaluated"]
 
@@ -47,8 +50,9 @@ class Descends(Entry, frozen=True):
     lineage: Lineage
 
 
-class Issued(Entry, frozen=True):
-    """An order to rollout ``to`` for one group of this prompt."""
+class Issued(Entry, frozen=True, omit_defaults=True):
+    """An order to rollout ``to`` for one group of this prompt; ``adopts``: one that it has, made for that credit
+    of a trainer that is gone."""
 
     id: int
     to: PeerId
@@ -56,6 +60,7 @@ class Issued(Entry, frozen=True):
     prompt: int
     attempt: int
     evaluation: bool = False
+    adopts: tuple[PeerId, int] | None = None
 
 
 class Delivered(Entry, frozen=True):
@@ -88,7 +93,41 @@ class Closed(Entry, frozen=True):
     why: str
 
 
-AnyEntry = Opened | Descends | Issued | Delivered | Trained | Ended | Closed
+class RowGroup(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One group of a step, by its trainer's credit. Of its ``tokens``, ``masked`` got no gradient and ``failed`` are of
+    completions without a reward."""
+
+    credit: int
+    epoch: int
+    prompt: int
+    tokens: int
+    masked: int = 0
+    failed: int = 0
+
+
+class ClosedPrompt(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    epoch: int
+    prompt: int
+    why: Annotated[str, Meta(max_length=WHY_CHARS)]
+
+
+class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One trainer's part in a step: its groups, and the prompts it has given up since its last part in one. It rides
+    with the gradient, so that all know of all what they trained when they apply the step, or none does."""
+
+    groups: list[RowGroup]
+    closed: Annotated[list[ClosedPrompt], Meta(max_length=CLOSED_A_ROW)] = []
+
+
+class Committed(Entry, frozen=True):
+    """The step from ``version.number`` to the next was applied, with these rows, by trainer. Every trainer records it,
+    before what follows from it in its own accounts: who dies then is closed by what the others say of it."""
+
+    version: Version
+    rows: dict[PeerId, Row]
+
+
+AnyEntry = Opened | Descends | Issued | Delivered | Trained | Ended | Closed | Committed
 
 
 @dataclass
@@ -136,7 +175,7 @@ class Accounts:
                     self._end(id, record.outcome, record.why)
             case Opened():
                 self.next_id = max(self.next_id, record.first_id)
-            case Descends() | Closed():
+            case Descends() | Closed() | Committed():
                 pass
 
     def closes(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 from msgspec import Meta, Struct
 
-from mesh.identity import PeerCard, PeerId
+from mesh.identity import Name, PeerCard, PeerId
 from mesh.version import Ballot, Lineage, Version
 
 PROTOCOL = 3
@@ -23,7 +23,11 @@ PROTOCOL = 3
 
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Digest = Name  # in hexadecimal digits
+Counts = Annotated[dict[Name, Count], Meta(max_length=256)]
 CreditId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+MAX_ORPHANS = 256
+"""Groups without a trainer that a rollout keeps, and offers, at a time."""
 
 Int32s = Annotated[np.ndarray, Meta(extra={"dtype": "int32"})]
 Float32s = Annotated[np.ndarray, Meta(extra={"dtype": "float32"})]
@@ -98,10 +102,16 @@ class Nack(Message, frozen=True):
 
 
 class Sync(Message, frozen=True):
-    """A full exchange, answered by a Sync with ``reply=True``. Unasked, with ``reply=True`` and a few members, it is
-    news that does not wait for the next ping."""
+    """What the sender knows of some members: news that does not wait for the next ping, or an answer to Compare."""
 
     members: list[News]
+
+
+class Compare(Message, frozen=True):
+    """Digests of who lives as the sender sees it, one for each part of the mesh (``mesh/roster.py``): the receiver
+    tells what it knows of those parts in which it differs, and compares in turn with ``reply=True``."""
+
+    digests: Annotated[list[Count], Meta(max_length=256)]
     reply: bool = False
 
 
@@ -168,7 +178,7 @@ class StoreSet(Message, frozen=True):
     number: Count
     key: StoreKey
     value: StoreValue
-    add: int | None = None
+    add: Annotated[int, Meta(gt=-(2**31), lt=2**31)] | None = None
     """When given, ``value`` is ignored and this amount is added to the integer under ``key``."""
 
 
@@ -198,8 +208,8 @@ class TensorEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """One stored tensor of the flat buffer: ``names`` has more than one entry where parameters are tied."""
 
     names: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Name
+    shape: tuple[Count, ...]
     offset: Count
     nbytes: Count
     buffer: bool = False
@@ -215,13 +225,13 @@ class Probe(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 class ManifestAsk(Message, frozen=True):
     """A receiver does not have the manifest with this digest."""
 
-    digest: str
+    digest: Digest
 
 
 class ManifestTell(Message, frozen=True):
     """Part ``part`` of ``parts`` of the encoded manifest (msgpack of a list of TensorEntry)."""
 
-    digest: str
+    digest: Digest
     part: Count
     parts: Count
     payload: Annotated[bytes, Meta(max_length=1 << 19)]
@@ -237,7 +247,7 @@ class Announce(Message, frozen=True):
     ballot: Ballot | None
     version: Version
     lineage: Lineage
-    manifest: str
+    manifest: Digest
     bucket_bytes: Count
     attempt: Count
     bucket_digests: UInt64s
@@ -272,8 +282,8 @@ class Report(Message, frozen=True):
     proved: Version | None = None
     refused: Version | None = None
     reason: Text = ""
-    build: str = ""
-    live_digest: str = ""
+    build: Name = ""
+    live_digest: Digest = ""
     difference: float = 0.0
     floor: float = 0.0
     power: float = 0.0
@@ -343,7 +353,7 @@ class Completion(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     segments: list[Segment]
     reward: float | None
     finish: FinishReason
-    metrics: dict[str, float] = {}
+    metrics: Annotated[dict[Name, float], Meta(max_length=256)] = {}
 
 
 class Group(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -354,7 +364,22 @@ class Group(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     started: Version
     generate_start: float = 0.0
     generate_stop: float = 0.0
-    failures: dict[str, int] = {}
+    failures: Counts = {}
+
+
+OrphanName = tuple[PeerId, CreditId]
+"""The trainer that ordered the group, and its credit."""
+
+
+class Orphan(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A finished group of ``size`` completions whose trainer is gone, offered to the prompt's new owner. ``oldest`` is
+    the oldest version that produced a token of it."""
+
+    name: OrphanName
+    epoch: Count
+    prompt: Count
+    size: Count
+    oldest: Version
 
 
 class Credit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -371,6 +396,8 @@ class Credit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     min_version: Version
     seed: Count
     evaluation: bool = False
+    adopts: OrphanName | None = None
+    """Deliver this group, which you offered, instead of making one."""
 
 
 class HeldCredit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -387,7 +414,8 @@ class Ask(Message, frozen=True):
     free: Count
     held: list[HeldCredit]
     kept: list[CreditId]
-    returned: dict[str, int] = {}
+    returned: Counts = {}
+    orphans: Annotated[list[Orphan], Meta(max_length=MAX_ORPHANS)] = []
 
 
 Outcome = Literal["trained", "superseded", "failed", "evaluated"]
@@ -401,7 +429,8 @@ class Verdict(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 class Answer(Message, frozen=True):
     """Trainer to rollout, at once and after each step. ``seq`` counts the Answers to this rollout (of this trainer
     process), starting at 1. ``again`` lists kept groups the trainer does not have: deliver them again. ``finished``:
-    the run is over, leave."""
+    the run is over, leave. ``share`` is how many groups this trainer puts into a step: free places are offered to
+    trainers in that proportion."""
 
     seq: Count
     credits: list[Credit]
@@ -411,6 +440,7 @@ class Answer(Message, frozen=True):
     current: Version
     lineage: Lineage
     finished: bool = False
+    share: Count = 1
 
 
 class Delivery(Message, frozen=True):
@@ -585,7 +615,7 @@ class Status(Message, frozen=True):
 
 
 Body = (
-    Hello | Welcome | Refused | Ping | Ack | PingReq | Nack | Sync | NotMe
+    Hello | Welcome | Refused | Ping | Ack | PingReq | Nack | Sync | Compare | NotMe
     | Invite | Accept | Decline | Go
     | StoreSet | StoreGet | StoreAnswer
     | ManifestAsk | ManifestTell | Announce | Begin | Report
