@@ -1,4 +1,4 @@
-"""The mover: the one thread of a peer that builds groups for weights and runs their collectives.
+"""The mover: a thread that builds the groups of one kind of formation (weights, gradients) and runs their collectives.
 
 The peer's loop thread must answer pings, so nothing that waits for another peer runs there; it hands work to the mover,
 in order. What the mover is doing for a formation ends early as soon as that formation is disbanded or a newer one is to
@@ -35,6 +35,8 @@ class Mover:
         build: Build,
         formed: Callable[[Formation], None],
         failed: Callable[[Go, str, Sequence[Member]], None],
+        *,
+        name: str = "mesh-weights",
     ) -> None:
         self._port = port
         self._make = build
@@ -45,7 +47,7 @@ class Mover:
         self._wanted: Ballot | None = None
         self._abandon = threading.Event()
         self._current: Formation | None = None
-        self._thread = threading.Thread(target=self._run, name="mesh-weights", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def form(self, go: Go) -> None:
