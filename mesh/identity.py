@@ -1,14 +1,17 @@
 """Who a peer is: its id, and the card by which the others know it."""
 
 import secrets
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from mesh.version import Version
+from mesh.version import Number, Version
 
-PeerId = str
+PeerId = Annotated[str, Meta(max_length=64)]
 """16 hexadecimal digits, random and new at every start of a process."""
+
+Name = Annotated[str, Meta(max_length=256)]
+Names = Annotated[dict[Name, Name], Meta(max_length=64)]
 
 Role = Literal["rollout", "trainer", "observer"]
 
@@ -28,13 +31,13 @@ class PeerCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     """
 
     id: PeerId
-    name: str
+    name: Name
     role: Role
-    host: str
-    address: str
-    bulk_address: str
+    host: Name
+    address: Name
+    bulk_address: Name
     busy_for_s: float = 0.0
-    highest_term: int = 0
+    highest_term: Number = 0
     version: Version | None = None
-    agreed: dict[str, str] = {}
-    offers: dict[str, str] = {}
+    agreed: Names = {}
+    offers: Names = {}

@@ -209,7 +209,7 @@ class TensorEntry(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     names: tuple[str, ...]
     dtype: Name
-    shape: tuple[Count, ...]
+    shape: tuple[int, ...]
     offset: Count
     nbytes: Count
     buffer: bool = False
