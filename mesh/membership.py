@@ -4,8 +4,8 @@ Theory of operation. Three machines share the work. ``mesh.prober`` pings one pe
 others, and accuses the silent. ``mesh.roster`` holds what is believed of each peer, and the rules by which news changes
 it: an accused peer is suspect, refutes with a higher incarnation, or is dead when the suspicion has run out. This file
 brings them together and carries news: it rides on pings and acks and, while there is any, goes to three random peers a
-few times a second; now and then two peers exchange all they know. What a peer sends each second does not grow with the
-mesh, full exchanges excepted.
+few times a second; now and then two peers compare digests of their views, and tell each other what differs. What a peer
+sends each second does not grow with the mesh; only who is welcomed is told of everybody.
 
 SWIM is Das, Gupta and Motivala 2002; Lifeguard, which guards against accusers that are slow themselves, is Dadgar,
 Phillips and Currey 2018 (arXiv:1707.00788). What is added:
@@ -35,8 +35,22 @@ from mesh.effects import Note, Send
 from mesh.identity import PeerCard, PeerId
 from mesh.presets import LAN, LOCAL, PRESETS, WAN, Preset
 from mesh.prober import Prober
-from mesh.roster import MAX_BUSY_S, Changed, Departed, Joined, Roster, Suspected, objection
-from transport.messages import Ack, Hello, Liveness, Message, Nack, News, NotMe, Ping, PingReq, Refused, Sync, Welcome
+from mesh.roster import ALL_PARTS, MAX_BUSY_S, Changed, Departed, Joined, Roster, Suspected, objection
+from transport.messages import (
+    Ack,
+    Compare,
+    Hello,
+    Liveness,
+    Message,
+    Nack,
+    News,
+    NotMe,
+    Ping,
+    PingReq,
+    Refused,
+    Sync,
+    Welcome,
+)  # fmt: skip
 
 __all__ = [
     "LAN", "LOCAL", "PRESETS", "WAN", "Asleep", "Changed", "Contacted", "Departed", "Effect", "Joined", "Membership",
@@ -90,6 +104,7 @@ class Membership:
         self._effects: list[Effect] = []
         self._seeds: dict[str, float] = {}  # address -> not to be asked before
         self._asked_seed = ""
+        self._host: PeerId = ""  # who told this peer of the mesh when it was alone
         self._contacted = False
         self._contact_wait = CONTACT_S
         self._next_gossip = now
@@ -208,7 +223,7 @@ class Membership:
             case Hello():
                 self._receive_hello(sender, message)
             case Welcome():
-                self._hear(message.members, sender)
+                self._receive_welcome(sender, message.members)
                 if self._asked_seed:
                     self._seeds[self._asked_seed] = self._now + SEED_REST * self.preset.reach_s
                     self._asked_seed = ""
@@ -228,8 +243,8 @@ class Membership:
                 self.prober.receive_nack(sender, message.seq)
             case Sync():
                 self._hear(message.members, sender)
-                if not message.reply:
-                    self._send_everybody(sender, reply, Sync)
+            case Compare():
+                self._receive_compare(sender, message, reply)
             case NotMe():
                 record = self.roster.record(message.meant)
                 if record and reply in ("", record.card.address):
@@ -246,7 +261,23 @@ class Membership:
             self._effects.append(Note(f"refused {card.name} on {card.host}: {reason}", "warning"))
         else:
             self._hear([News(card, hello.incarnation, "alive")], sender)
-            self._send_everybody(sender, card.address, Welcome)
+            self._tell(sender, card.address, Welcome)
+
+    def _receive_welcome(self, host: PeerId, members: Sequence[News]) -> None:
+        if not self.roster.living:
+            self._host = host
+        spreading = set(self.roster.fresh)
+        self._hear(members, host)
+        if host == self._host:
+            self.roster.hush([n.card.id for n in members if n.card.id not in spreading])
+
+    def _receive_compare(self, sender: PeerId, theirs: Compare, reply: str) -> None:
+        mine = self.roster.digests()
+        differing = [i for i, (a, b) in enumerate(zip(mine, theirs.digests, strict=False)) if a != b]
+        if differing:
+            self._tell(sender, reply, Sync, differing)
+            if not theirs.reply:
+                self._send(sender, Compare(mine, reply=True), reply)
 
     def _hear(self, news: Sequence[News], sender: PeerId) -> None:
         """Take news to the roster, and see to what follows from it for probing."""
@@ -260,9 +291,9 @@ class Membership:
         self._notice()
         if self.incarnation > incarnation:  # it refuted: who had to be told so is slow itself, or badly connected
             self.prober.slower(+1)
-            self._send(sender, Sync([self.roster.own(self._now)], reply=True))
+            self._send(sender, Sync([self.roster.own(self._now)]))
         if was_dead and sender in self.roster.living:
-            self._send_everybody(sender, "", Sync, ask=True)  # its half may know others whom this one holds dead
+            self._compare(sender)  # its half may know others whom this one holds dead
 
     # ------------------------------------------------------------------------------------------------------------------
     # Time
@@ -292,17 +323,16 @@ class Membership:
         self._next_gossip = self._now + self.preset.gossip_s
         if self.roster.fresh:
             for peer in self.roster.pick(self._rng, FANOUT):
-                self._send(peer, Sync(self._news(peer), reply=True))
+                self._send(peer, Sync(self._news(peer)))
         for peer in self._rng.sample(list(doubts), min(ASKS, len(doubts))):
             del doubts[peer]
             self.prober.ping(peer, self._now)
 
     def _step_sync(self) -> None:
         if self._now >= self._next_sync:
-            scale = max(1.0, math.log2(self.roster.size / 32) + 1)  # memberlist's: larger meshes exchange less often
-            self._next_sync = self._now + self.preset.sync_s * scale
+            self._next_sync = self._now + self.preset.sync_s
             for peer in self.roster.pick(self._rng, 1):
-                self._send_everybody(peer, "", Sync, ask=True)
+                self._compare(peer)
 
     def _step_reach(self) -> None:
         """Try one of the dead or one of the seeds, so that halves which lost each other meet again."""
@@ -358,16 +388,20 @@ class Membership:
         if record or address:
             self._effects.append(Send(to, message, record.card.address if record else address))
 
-    def _send_everybody(self, to: PeerId, address: str, kind: type[Sync] | type[Welcome], *, ask: bool = False) -> None:
-        """A full exchange, in pieces that fit a frame; ``ask`` for a Sync that wants one in return."""
-        news = self.roster.everybody(to, self._now)
+    def _tell(
+        self, to: PeerId, address: str, kind: type[Sync] | type[Welcome], parts: Sequence[int] = ALL_PARTS
+    ) -> None:
+        """All that is known of these parts of the mesh, in messages that fit a frame."""
+        news = self.roster.everybody(to, self._now, parts)
         for start in range(0, len(news), CHUNK):
-            part = news[start : start + CHUNK]
-            self._send(to, Welcome(part) if kind is Welcome else Sync(part, not ask or start > 0), address)
+            self._send(to, kind(news[start : start + CHUNK]), address)
+
+    def _compare(self, peer: PeerId) -> None:
+        self._send(peer, Compare(self.roster.digests()))
 
     def _shout(self, news: News) -> None:
         for peer in self.roster.pick(self._rng, SHOUT):
-            self._send(peer, Sync([news], reply=True))
+            self._send(peer, Sync([news]))
 
     def _hello(self, address: str) -> None:
         self._effects.append(Send("", Hello(self.roster.own(self._now).card, self.incarnation), address))

@@ -27,6 +27,7 @@ from transport.endpoint import Endpoint
 from transport.messages import (
     Accept,
     Ack,
+    Compare,
     Decline,
     Go,
     Hello,
@@ -57,7 +58,7 @@ TICK_S = 0.05
 BUSY_GAP_S, BUSY_SHARE = 0.5, 0.1
 """A gap in which the process used this share of a core was work that kept the loop waiting, not sleep."""
 
-MEMBERSHIP = (Hello, Welcome, Refused, Ping, Ack, PingReq, Nack, Sync, NotMe)
+MEMBERSHIP = (Hello, Welcome, Refused, Ping, Ack, PingReq, Nack, Sync, Compare, NotMe)
 CARDS_ANSWER_S = 1.5
 """How long a starting peer waits for the owners of cards in a directory; the living answer within milliseconds."""
 

@@ -150,8 +150,8 @@ class Prober:
         if now < self._next_telling:
             return
         self._next_telling = now + self._preset.ack_s
-        for peer, record in self._roster.living.items():
-            if record.state == "suspect" and self._me in record.accusers:
+        for peer, record in self._roster.suspects.items():
+            if self._me in record.accusers:
                 self.ping(peer, now)
 
     def _step_relays(self, now: float) -> None:

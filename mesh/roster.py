@@ -13,6 +13,9 @@ At a lower incarnation an accusation is out of date, and what is known is told a
 hour and at most ``MAX_DEAD``, since only who remembers a death can ask for its refutation, and so halves that lost each
 other meet again.
 
+Two views are compared by digests, one for each of ``PARTS`` parts of the mesh, and only parts that differ are told: so
+comparing costs the same in a mesh of any size. What a newcomer is told by its host is news to nobody, and not spread.
+
 News spreads as SWIM's does: what is fresh rides on messages, about ``6 log10(n)`` times, at most ``NEWS`` pieces each,
 joins and deaths before changed cards. What a piece says is read from its record when it is sent. Every message opens
 with its sender's own card and tells its receiver what is held against it.
@@ -28,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
 
 from mesh.effects import Note, Send
 from mesh.identity import PeerCard, PeerId
@@ -41,6 +45,8 @@ REMEMBER_S = 3600.0  # how long the dead are remembered: longer than a switch ta
 MAX_DEAD = 10_000  # remembered dead
 MAX_LIVING = 10_000
 MAX_DOUBTS = 1024
+PARTS = 32  # of the mesh, by peer: what differs is exchanged by parts, of a thousand members about 8 KiB each
+ALL_PARTS = range(PARTS)
 LEFT_TOLD = 256  # of those who left, in a full exchange: reasons are wanted for a while
 
 
@@ -75,7 +81,7 @@ class Departed:
     reason: str
 
 
-@dataclass
+@dataclass(slots=True)
 class Record:
     card: PeerCard
     incarnation: int
@@ -87,11 +93,15 @@ class Record:
     replaced: bool = False  # another process answers at its address
 
 
-@dataclass
+@dataclass(slots=True)
 class _Fresh:
     routine: bool
     order: int
     sent: int = 0
+
+
+def part_of(peer: PeerId) -> int:
+    return xxh3_64_intdigest(peer.encode()) % PARTS
 
 
 def objection(card: PeerCard, me: PeerCard, protocol: int = PROTOCOL) -> str:
@@ -114,12 +124,14 @@ class Roster:
         self.incarnation = incarnation
         self.busy_until = 0.0
         self.living: dict[PeerId, Record] = {}
+        self.suspects: dict[PeerId, Record] = {}  # of the living
         self.dead: dict[PeerId, Record] = {}  # also those who left; in the order of their departure
         self.doubts: dict[PeerId, None] = {}
         self.fresh: dict[PeerId, _Fresh] = {}
         self.effects: list[Joined | Changed | Suspected | Departed | Note | Send] = []
         self._preset = preset
         self._order = 0
+        self._owners: dict[str, PeerId] = {}  # address -> the last member that joined with it
         self._view: tuple[PeerCard, ...] | None = None
 
     @property
@@ -203,6 +215,7 @@ class Roster:
         record.card, record.incarnation = news.card, news.incarnation
         record.busy_until = now + min(news.card.busy_for_s, MAX_BUSY_S)
         record.accusers, record.replaced = [], False
+        self.suspects.pop(news.card.id, None)
         self._view = None
         if news.state == "left":
             record.reason = news.reason
@@ -227,14 +240,16 @@ class Roster:
         self._view = None
         self.spread(card.id)
         self.effects.append(Joined(card))
-        for other in self.living.values():  # an address has one owner: the older one is gone, or will refute
-            if other.card.address == card.address and other is not record:
-                self.accuse(other, self.card.id, now)
+        before = self.living.get(self._owners.get(card.address, ""))
+        self._owners[card.address] = card.id
+        if before and before is not record and before.card.address == card.address:
+            self.accuse(before, self.card.id, now)  # an address has one owner: the older one is gone, or will refute
 
     def accuse(self, record: Record, accuser: PeerId, now: float) -> None:
         """Suspect a living peer, or count another accuser of a suspect; nothing for the departed."""
         if record.state == "alive":
             record.state, record.since, record.accusers = "suspect", now, [accuser]
+            self.suspects[record.card.id] = record
             self.effects.append(Suspected(record.card, self.name(accuser)))
         elif record.state == "suspect" and accuser not in record.accusers and len(record.accusers) <= CONFIRMATIONS:
             record.accusers.append(accuser)
@@ -244,21 +259,23 @@ class Roster:
 
     def judge(self, now: float) -> None:
         """Suspects whose time has run out are dead."""
-        for record in [r for r in self.living.values() if r.state == "suspect"]:
+        for record in list(self.suspects.values()):
             if now - record.since >= self._preset.suspicion_s(self.size, len(record.accusers) - 1):
                 record.reason = f"did not answer {', '.join(self.name(accuser) for accuser in record.accusers)}"
                 self.depart(record, "dead", now)
 
     def excuse(self, gap_s: float) -> None:
         """This peer itself did not run for ``gap_s``: refutations may lie unread, so suspicions last as much longer."""
-        for record in self.living.values():
-            if record.state == "suspect":
-                record.since += gap_s
+        for record in self.suspects.values():
+            record.since += gap_s
 
     def depart(self, record: Record, state: Liveness, now: float) -> None:
         peer = record.card.id
         was_living = self.living.pop(peer, None) is not None
+        self.suspects.pop(peer, None)
         self.dead.pop(peer, None)
+        if self._owners.get(record.card.address) == peer:
+            del self._owners[record.card.address]
         self.dead[peer] = record
         record.state, record.since = state, now
         self._view = None
@@ -286,6 +303,12 @@ class Roster:
             self._order += 1
             self.fresh[peer] = _Fresh(routine, self._order)
 
+    def hush(self, peers: Sequence[PeerId]) -> None:
+        """Do not spread what is known of these: everybody else has heard it."""
+        for peer in peers:
+            if peer != self.card.id:
+                self.fresh.pop(peer, None)
+
     def news(self, to: PeerId, now: float) -> list[News]:
         """For a message to ``to``: the own card, what is held against ``to``, and what it has likely not heard."""
         told = [self.own(now), *self._against(to, now)]
@@ -300,11 +323,21 @@ class Roster:
                 del self.fresh[peer]
         return told
 
-    def everybody(self, to: PeerId, now: float) -> list[News]:
-        """For a full exchange with ``to``. The dead are not told of: that would accuse whoever lives elsewhere."""
+    def everybody(self, to: PeerId, now: float, parts: Sequence[int] = ALL_PARTS) -> list[News]:
+        """All that is known to ``to``, of these parts of the mesh. The dead are not told of: that would accuse whoever
+        lives elsewhere."""
         left = [record for record in self.dead.values() if record.state == "left"][-LEFT_TOLD:]
-        told = [_tell(record, now) for record in [*self.living.values(), *left] if record.card.id != to]
+        known = [record for record in [*self.living.values(), *left] if record.card.id != to]
+        told = [_tell(record, now) for record in known if len(parts) == PARTS or part_of(record.card.id) in parts]
         return [self.own(now), *self._against(to, now), *told]
+
+    def digests(self) -> list[int]:
+        """Of who lives, in which incarnation; one a part. Two peers of one view have the same."""
+        digests = [0] * PARTS
+        incarnations = {peer: record.incarnation for peer, record in self.living.items()}
+        for peer, incarnation in {**incarnations, self.card.id: self.incarnation}.items():
+            digests[part_of(peer)] ^= xxh3_64_intdigest(peer.encode(), incarnation) >> 12  # 52 bits: a Count
+        return digests
 
     def own(self, now: float) -> News:
         left_s = max(0.0, self.busy_until - now)

@@ -34,6 +34,7 @@ from mesh.membership import (
 )
 from transport.messages import (
     Ack,
+    Compare,
     Envelope,
     Hello,
     Nack,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 TICK_S = 0.1
-MEMBERSHIP = (Hello, Welcome, Refused, Ping, Ack, PingReq, Nack, Sync, NotMe)
+MEMBERSHIP = (Hello, Welcome, Refused, Ping, Ack, PingReq, Nack, Sync, Compare, NotMe)
 
 
 class Part:

@@ -25,7 +25,7 @@ from mesh.membership import (
 )
 from mesh.prober import AWARENESS_MAX
 from mesh.roster import MAX_BUSY_S, NEWS, Roster
-from transport.messages import Ack, Hello, Nack, News, NotMe, Ping, PingReq, Refused, Sync, Welcome
+from transport.messages import Ack, Compare, Hello, Nack, News, NotMe, Ping, PingReq, Refused, Sync, Welcome
 
 STEP_S = 0.05
 
@@ -42,7 +42,7 @@ def peer(name: str, preset=LOCAL, **changes) -> Membership:
 def knowing(name: str, *others: str, preset=LOCAL, **changes) -> Membership:
     """A peer that has heard of others, and whose first news is spread."""
     m = peer(name, preset, **changes)
-    m.receive("x", Sync([News(card(other), 0, "alive") for other in others], reply=True), 0.0)
+    m.receive("x", Sync([News(card(other), 0, "alive") for other in others]), 0.0)
     m.roster.fresh.clear()
     return m
 
@@ -73,7 +73,7 @@ def state(m: Membership, of_peer: str) -> str | None:
 
 
 def accused(name: str, incarnation: int = 0, by: str = "z", as_: str = "suspect") -> Sync:
-    return Sync([News(card(name), incarnation, as_, accuser=by)], reply=True)
+    return Sync([News(card(name), incarnation, as_, accuser=by)])
 
 
 # First contact -------------------------------------------------------------------------------------------------------
@@ -283,9 +283,9 @@ def test_a_suspect_is_still_a_member():
 def test_suspicion_is_refuted_by_a_higher_incarnation_only():
     a = knowing("a", "b")
     a.receive("c", accused("b"), 0.0)
-    a.receive("b", Sync([News(card("b"), 0, "alive")], reply=True), 0.1)
+    a.receive("b", Sync([News(card("b"), 0, "alive")]), 0.1)
     assert state(a, "b") == "suspect"
-    a.receive("b", Sync([News(card("b"), 1, "alive")], reply=True), 0.2)
+    a.receive("b", Sync([News(card("b"), 1, "alive")]), 0.2)
     assert state(a, "b") == "alive"
 
 
@@ -302,7 +302,7 @@ def test_an_accused_peer_raises_its_incarnation_and_answers_the_accuser(as_):
 
 def test_an_accusation_that_is_already_refuted_changes_nothing_and_is_corrected():
     a = knowing("a", "b", "c")
-    a.receive("b", Sync([News(card("b"), 3, "alive")], reply=True), 0.1)
+    a.receive("b", Sync([News(card("b"), 3, "alive")]), 0.1)
     a.roster.fresh.clear()
     assert not of(a.receive("c", accused("b", incarnation=2, as_="dead"), 0.2), Suspected)
     assert state(a, "b") == "alive"
@@ -322,10 +322,10 @@ def test_death_is_refuted_and_both_halves_exchange_what_they_know():
     a = knowing("a", "b", "c")
     until(a, 0.0, 12.0, answering="c")
     assert state(a, "b") == "dead"
-    effects = a.receive("b", Sync([News(card("b"), 1, "alive")], reply=True), 12.0)
+    effects = a.receive("b", Sync([News(card("b"), 1, "alive")]), 12.0)
     assert of(effects, Joined) == [Joined(card("b"))]
-    (exchange,) = sends(effects, Sync, "b")
-    assert not exchange.message.reply
+    (comparison,) = sends(effects, Compare, "b")
+    assert comparison.message == Compare(a.roster.digests())
 
 
 def test_whoever_hears_of_a_dead_peer_as_alive_asks_that_peer_itself():
@@ -333,7 +333,7 @@ def test_whoever_hears_of_a_dead_peer_as_alive_asks_that_peer_itself():
     until(a, 0.0, 12.0, answering="c")
     a._next_reach = 99.0  # it would come to b by itself
     assert not sends(a.tick(12.1), Ping, "b")
-    a.receive("c", Sync([News(card("b"), 0, "alive")], reply=True), 12.2)
+    a.receive("c", Sync([News(card("b"), 0, "alive")]), 12.2)
     assert state(a, "b") == "dead"
     (ping,) = sends(a.tick(12.3), Ping, "b")
     assert any(n.card.id == "b" and n.state == "dead" for n in ping.message.news)
@@ -391,14 +391,14 @@ def test_a_seed_that_is_this_peer_under_another_name_is_not_tried_again():
 
 def test_a_busy_peer_is_not_accused_until_its_time_is_over():
     a = knowing("a", "b")
-    a.receive("b", Sync([News(card("b", busy_for_s=20.0), 1, "alive")], reply=True), 0.0)
+    a.receive("b", Sync([News(card("b", busy_for_s=20.0), 1, "alive")]), 0.0)
     assert not of(until(a, 0.0, 20.0), Suspected)
     assert of(until(a, 20.0, 24.0), Suspected)
 
 
 def test_nobody_is_busy_for_longer_than_the_limit():
     a = knowing("a", "b")
-    a.receive("b", Sync([News(card("b", busy_for_s=1e9), 1, "alive")], reply=True), 0.0)
+    a.receive("b", Sync([News(card("b", busy_for_s=1e9), 1, "alive")]), 0.0)
     assert of(until(a, 0.0, MAX_BUSY_S + 5.0), Suspected)
     with pytest.raises(ValueError, match="busy_for_s = 301"):
         a.update(310.0, busy_for_s=301)
@@ -406,7 +406,7 @@ def test_nobody_is_busy_for_longer_than_the_limit():
 
 def test_a_forwarded_card_is_busy_for_what_is_left():
     a = knowing("a", "b", "c")
-    a.receive("b", Sync([News(card("b", busy_for_s=20.0), 1, "alive")], reply=True), 0.0)
+    a.receive("b", Sync([News(card("b", busy_for_s=20.0), 1, "alive")]), 0.0)
     told = [n for s in sends(a.tick(15.0), Sync) for n in s.message.members if n.card.id == "b"]
     assert told == [] or told[0].card.busy_for_s <= 5.0
     assert a.roster._preset is LOCAL
@@ -428,7 +428,7 @@ def test_time_in_which_this_peer_did_not_run_counts_against_nobody():
     a = knowing("a", "b", "c")
     a.receive("c", accused("b"), 0.0)
     assert not of(a.tick(2.0), Departed)  # a refutation may lie unread
-    a.receive("b", Sync([News(card("b"), 1, "alive")], reply=True), 2.0)
+    a.receive("b", Sync([News(card("b"), 1, "alive")]), 2.0)
     assert state(a, "b") == "alive"
 
 
@@ -467,15 +467,15 @@ def test_leaving_gives_the_reason_and_then_is_silent():
 
 def test_late_news_does_not_bring_back_who_has_left():
     b = knowing("b", "a", "c")
-    b.receive("a", Sync([News(card("a"), 1, "left", "finished")], reply=True), 0.1)
+    b.receive("a", Sync([News(card("a"), 1, "left", "finished")]), 0.1)
     for late in (News(card("a"), 0, "alive"), News(card("a"), 0, "suspect", accuser="c"), News(card("a"), 1, "alive")):
-        b.receive("c", Sync([late], reply=True), 0.2)
+        b.receive("c", Sync([late]), 0.2)
         assert state(b, "a") == "left"
 
 
 def test_a_newcomer_is_told_who_left_and_why():
     b = knowing("b", "a")
-    b.receive("a", Sync([News(card("a"), 1, "left", "finished")], reply=True), 0.1)
+    b.receive("a", Sync([News(card("a"), 1, "left", "finished")]), 0.1)
     (welcome,) = sends(b.receive("n", Hello(card("n"), 0), 0.2), Welcome)
     n = peer("n")
     n.receive("b", welcome.message, 0.3)
@@ -487,14 +487,13 @@ def test_a_newcomer_is_told_who_left_and_why():
 
 def test_news_is_bounded_in_a_message_and_in_repetitions():
     a = peer("a")
-    a.receive("x", Sync([News(card(f"p{i:03}"), 0, "alive") for i in range(200)], reply=True), 0.0)
+    a.receive("x", Sync([News(card(f"p{i:03}"), 0, "alive") for i in range(200)]), 0.0)
     told = []
     for i in range(1, 2000):
         for send in sends(a.tick(i * STEP_S), Sync | Ping):
-            if isinstance(send.message, Ping) or send.message.reply:
-                news = send.message.news if isinstance(send.message, Ping) else send.message.members
-                assert len(news) <= NEWS + 2
-                told += [n.card.id for n in news if n.state == "alive"]
+            news = send.message.news if isinstance(send.message, Ping) else send.message.members
+            assert len(news) <= NEWS + 2
+            told += [n.card.id for n in news if n.state == "alive"]
         a.prober._probe = None  # whether they answer is of no interest here
     for i in range(200):
         assert 1 <= told.count(f"p{i:03}") <= roster.RETRANSMIT * 3 + 1
@@ -523,15 +522,68 @@ def test_the_memory_of_the_dead_is_bounded_in_number_and_time(monkeypatch):
     assert list(r.dead) == [f"p{i}" for i in range(45, 50)]
 
 
-def test_a_large_mesh_is_told_in_pieces_and_asks_once():
+def test_a_large_mesh_is_told_in_pieces():
     a = peer("a")
     everybody = [News(card(f"p{i:04}"), 0, "alive") for i in range(1200)]
-    a.receive("x", Sync(everybody, reply=True), 0.0)
+    a.receive("x", Sync(everybody), 0.0)
     pieces = sends(a.receive("n", Hello(card("n"), 0), 0.1), Welcome)
     assert [len(p.message.members) for p in pieces] == [500, 500, 201]
     assert len(msgspec.msgpack.encode(pieces[0].message)) < 1 << 20
-    syncs = sends(a._send_everybody("n", "", Sync, ask=True) or a._take(), Sync)
-    assert [s.message.reply for s in syncs] == [False, True, True]
+
+
+def test_what_a_newcomer_is_told_by_its_host_is_not_spread_and_what_others_tell_is():
+    a = peer("a")
+    a.receive("h", Welcome([News(card(n), 0, "alive") for n in ("h", "b", "c")]), 0.0)
+    assert not a.roster.fresh
+    a.receive("x", Welcome([News(card(n), 0, "alive") for n in ("x", "b")]), 0.1)
+    assert list(a.roster.fresh) == ["x"]
+
+
+# Comparing views ------------------------------------------------------------------------------------------------------
+
+
+def compared(a: Membership, b: Membership, now: float) -> tuple[int, int]:
+    """Let ``a`` compare itself with ``b``; the messages and the members told."""
+    a._compare(b.id)
+    waiting = [(b, a, send) for send in a._take()]
+    messages = told = 0
+    while waiting:
+        there, here, send = waiting.pop(0)
+        if not isinstance(send, Send) or send.to != there.id:
+            continue
+        messages += 1
+        told += len(send.message.members) if isinstance(send.message, Sync) else 0
+        waiting += [(here, there, effect) for effect in there.receive(here.id, send.message, now)]
+    return messages, told
+
+
+def test_equal_views_cost_one_message_whatever_their_size():
+    for size in (5, 500):
+        others = [f"p{i}" for i in range(size)]
+        a, b = knowing("a", "b", *others), knowing("b", "a", *others)
+        assert compared(a, b, 1.0) == (1, 0)
+
+
+def test_views_that_differ_are_alike_after_one_comparison_and_tell_only_what_may_differ():
+    others = [f"p{i}" for i in range(1000)]
+    a, b = knowing("a", "b", "only-a", *others), knowing("b", "a", "only-b", *others)
+    a.receive("p7", Sync([News(card("p7"), 1, "left", "finished")]), 0.0)
+    b.receive("p8", Sync([News(card("p8", highest_term=3), 1, "alive")]), 0.0)
+    messages, told = compared(a, b, 1.0)
+    assert a.roster.digests() == b.roster.digests()
+    assert messages <= 5
+    assert told < 0.4 * len(others)
+    assert b.reason_of("p7") == "finished"
+    assert a.card_of("p8").highest_term == 3
+
+
+def test_a_comparison_ends_though_one_holds_dead_whom_the_other_sees():
+    a, b = knowing("a", "b", "c"), knowing("b", "a", "c")
+    until(a, 0.0, 12.0, answering="b")
+    until(b, 0.0, 12.0, answering="ac")
+    assert state(a, "c") == "dead"
+    assert compared(a, b, 12.0)[0] <= 4
+    assert "c" in a.roster.doubts
 
 
 STATES = st.sampled_from(["alive", "suspect", "dead", "left"])
@@ -543,7 +595,7 @@ def test_whatever_is_heard_views_are_what_joined_and_departed_and_incarnations_n
     m, now, view, seen = peer("a"), 0.0, set(), {}
     for name, incarnation, as_, pause in heard:
         now += pause
-        message = Sync([News(card(name), incarnation, as_, "r", "z")], reply=True)
+        message = Sync([News(card(name), incarnation, as_, "r", "z")])
         for effect in m.tick(now) + m.receive("z", message, now):
             if isinstance(effect, Joined):
                 assert effect.card.id not in view
@@ -562,5 +614,5 @@ def test_the_order_in_which_a_life_is_heard_does_not_matter(heard):
     m = peer("a")
     for incarnation, as_ in heard:
         news = News(card("b", highest_term=incarnation), 2 * incarnation + (as_ == "left"), as_)
-        m.receive("b", Sync([news], reply=True), 0.0)
+        m.receive("b", Sync([news]), 0.0)
     assert (m.state_of("b"), m.card_of("b").highest_term) == ("left", 2)
