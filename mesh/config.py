@@ -86,6 +86,8 @@ class Checkpoint(Struct, forbid_unknown_fields=True):
 class Weights(Struct, forbid_unknown_fields=True):
     wire_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the master weights'
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # auto: NCCL on GPUs, gloo otherwise; alike for all peers
+    transport: Literal["groups", "endpoint"] = "groups"  # endpoint: encrypted, without process groups, slower
+    pull_mib_s: float = 256.0  # most that one peer sends to others that catch up
     bucket_mib: int = 16  # one collective operation, one digest
     op_timeout_s: float = 2.0  # of one bucket; a dead member costs at most this
     ready_wait_s: float = 3.0  # for a receiver to take part, then it sits out
@@ -205,7 +207,7 @@ LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("between 0 and 65535", lambda v: 0 <= v <= 65535, "mesh.port"),
     ("at least 0 and less than 1", lambda v: 0 <= v < 1, "trainer.adam_beta1 trainer.adam_beta2"),
     ("more than 0 and less than 1", lambda v: 0 < v < 1, "trainer.wait_target"),
-    ("positive", lambda v: v > 0, "rollout.temperature trainer.learning_rate"),
+    ("positive", lambda v: v > 0, "rollout.temperature trainer.learning_rate weights.pull_mib_s"),
 )  # fmt: skip
 """What a number must be, and which settings it holds for. All are finite, and what ends in ``_s`` is positive."""
 
