@@ -59,6 +59,7 @@ __all__ = [
 
 FANOUT = 3  # random peers that get fresh news at once: all of a thousand within about seven rounds
 SHOUT = 16  # peers told directly of an own change or goodbye; the rest hear it from them
+GREET = 3  # seeds greeted at once, of a directory of a thousand: each that answers tells of everybody
 ASKS = 4  # doubted dead asked in one round of news
 MAX_SEEDS = 1024
 CHUNK = 500  # members in one Sync or Welcome, about 200 KiB: a frame holds 1 MiB
@@ -159,13 +160,16 @@ class Membership:
     # ------------------------------------------------------------------------------------------------------------------
 
     def contact(self, addresses: Sequence[str], now: float) -> list[Effect]:
-        """Say Hello at addresses that are new, and keep them as seeds. ``tick`` repeats it while nobody answers."""
+        """Keep addresses that are new as seeds, and greet some. ``tick`` goes on with it while nobody answers."""
         self._advance(now)
         here = {card.address for card in self.alive}
+        new: list[str] = []
         for address in addresses:
             if address and address not in self._seeds and address not in here and not self.over:
                 self._seeds[address] = now
-                self._hello(address)
+                new.append(address)
+        for address in self._rng.sample(new, min(GREET, len(new))):
+            self._hello(address)
         while len(self._seeds) > MAX_SEEDS:
             del self._seeds[next(iter(self._seeds))]
         return self._take()

@@ -119,6 +119,16 @@ def test_an_address_is_greeted_once_however_often_it_is_given():
     assert a.contact(["tcp://b"], 0.1) == []
 
 
+def test_of_a_full_directory_a_few_are_greeted_at_once_and_others_while_nobody_answers():
+    a = peer("a")
+    addresses = [f"tcp://d:{i}" for i in range(1, 1001)]
+    greeted = [s.address for s in sends(a.contact(addresses, 0.0), Hello)]
+    assert len(greeted) == 3
+    greeted += [s.address for s in sends(until(a, 0.0, 30.0), Hello)]
+    assert len(set(greeted)) > 100
+    assert set(greeted) <= set(addresses)
+
+
 def test_settings_that_differ_are_refused_with_their_sections_and_both_names():
     b = peer("b", agreed={"model": "1", "trainer": "1", "task": "1"})
     stranger = card("a", agreed={"model": "1", "trainer": "2"})
