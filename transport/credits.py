@@ -2,6 +2,10 @@
 
 A credit is *out*, then *held*, then *taken*; every way out of these leads through ``_end`` or ``settle``, which write
 the record, remember the verdict and see to the prompt.
+
+One of several trainers orders only prompts that are its own, and its **share** of a batch: ``groups_per_step`` over all
+of them. When the members change its data is dealt anew (``dealt``): credits whose prompts went to others end. What the
+others trained arrives with each step (``committed``), so that a prompt is trained once whoever owned it meanwhile.
 """
 
 import heapq
@@ -14,7 +18,19 @@ from mesh.config import Trainer
 from mesh.effects import Send
 from mesh.identity import PeerId
 from mesh.version import Lineage, Version
-from transport.accounts import Accounts, AnyEntry, Closed, Delivered, Descends, Ended, Ending, Issued, Trained
+from transport.accounts import (
+    Accounts,
+    AnyEntry,
+    Closed,
+    Committed,
+    Delivered,
+    Descends,
+    Ended,
+    Ending,
+    Issued,
+    Row,
+    Trained,
+)
 from transport.delivery import (
     EVALUATIONS,
     Dropped,
@@ -27,7 +43,7 @@ from transport.delivery import (
     versions_of,
 )
 from transport.evaluation import PASSED, Evaluation, EvaluationState
-from transport.messages import Ask, Credit, CreditId, Delivery, Outcome
+from transport.messages import Ask, Credit, CreditId, Delivery, Orphan, Outcome
 from transport.prompts import TOO_SLOW, PromptRef, PromptSource, Retries
 from transport.view import RolloutView
 from transport.window import Window
@@ -60,13 +76,13 @@ class TrainerDelivery:
     def __init__(
         self, settings: Trainer, prompts: PromptSource, *, seed: int, steps: int | None = None, first_id: int = 0
     ) -> None:
-        self.limit = (settings.max_lag + 1) * settings.groups_per_step
+        self.groups_per_step = settings.groups_per_step  # this trainer's share
         self.window = Window(settings.groups_per_step, settings.max_lag, settings.wait_target)
         self.accounts = Accounts(next_id=first_id)
         self.finished = False
         self.version: Version | None = None
         self.lineage = Lineage()
-        self.counts = {"duplicates": 0, "late": 0}
+        self.counts = {"duplicates": 0, "late": 0, "adopted": 0}
         self._settings = settings
         self._prompts = prompts
         self._retries = Retries(prompts, settings.retries)
@@ -84,8 +100,45 @@ class TrainerDelivery:
 
     @property
     def load(self) -> int:
-        """Credits out + groups held + groups taken, of training; never over ``limit``."""
+        """Credits out + groups held + groups taken, of training. Over ``limit`` only after the share has shrunk."""
         return self.accounts.groups["in_flight"]
+
+    @property
+    def limit(self) -> int:
+        return self.window.ceiling
+
+    def share(self, groups: int) -> None:
+        """This trainer puts ``groups`` into a step; ``advance`` follows."""
+        self.groups_per_step = groups
+        self.window.resize(groups)
+
+    def dealt(self) -> list[Any]:
+        """The prompts were dealt anew, or others say what they trained: credits whose prompt is not to be answered here
+        any more end, those of groups taken included. ``advance`` follows."""
+        by_reason: dict[str, list[CreditId]] = {}
+        for id, c in self._open.items():
+            if c.ref is not None and (why := self._prompts.unwanted(c.ref)):
+                by_reason.setdefault(why, []).append(id)
+        return [e for why, ids in by_reason.items() for e in self._end(ids, "superseded", why)]
+
+    def put_back(self, ids: Sequence[CreditId], now: float) -> list[Any]:
+        """The gradient of these taken groups is given up: they are held again, while they are fresh."""
+        for id in ids:
+            assert self._open[id].state == "taken", f"group {id} is {self._open[id].state}, not taken"
+            self._open[id].state = "held"
+            del self._taken[id]
+        effects, tell = self._sweep(ids)
+        return effects + self._serve(now, tell)
+
+    def restart(self, now: float) -> list[Any]:
+        """This trainer was left behind: what is open comes from weights of another lineage than those it will get.
+        Nothing is issued before the ``advance`` to them."""
+        effects = self._end(list(self._open), "superseded", "lineage")
+        self._evaluation = None
+        self.share(0)
+        effects += self._serve(now, list(self._rollouts))
+        self.version = None
+        return effects
 
     def receive(self, rollout: PeerId, message: Ask | Delivery, now: float) -> list[Any]:
         """Of a rollout that is not among the live ones nothing is taken: it will ask again."""
@@ -171,8 +224,19 @@ class TrainerDelivery:
             self._remember(id, "trained")
         return effects
 
+    def committed(self, rows: Mapping[PeerId, Row], me: PeerId) -> list[Any]:
+        """The step from the present version was applied, with these rows: record it for all, and settle what is one's
+        own. ``advance`` follows."""
+        assert self.version is not None
+        effects = [self._record(Committed(version=self.version, rows=dict(rows)))]
+        mine = rows[me].groups if me in rows else []
+        if mine:
+            masked = {g.credit: g.masked for g in mine}
+            effects += self.settle(list(masked), masked, {g.credit: g.failed for g in mine if g.failed})
+        return effects
+
     def advance(self, version: Version, lineage: Lineage, now: float, waited: float | None = None) -> list[Any]:
-        """The trainer holds ``version`` of ``lineage``; ``waited`` is the share of the step it waited for groups. Every
+        """The trainer holds ``version`` of ``lineage``; ``waited`` is the part of the step it waited for groups. Every
         rollout gets an Answer."""
         effects: list[Any] = []
         if lineage != self.lineage:
@@ -296,8 +360,9 @@ class TrainerDelivery:
             return []
         effects: list[Any] = []
         credits: dict[PeerId, list[Credit]] = {peer: [] for peer in tell if peer in self._rollouts}
-        places = self._places()
         peers = self._rollouts if among is None else among
+        effects += self._adopt(peers, credits, now)
+        places = self._places()
         if self._evaluation is not None:
             for peer in peers:
                 r = self._rollouts[peer]
@@ -322,19 +387,43 @@ class TrainerDelivery:
         assert self.version is not None
         most = min(self.window.size, self.limit)
         if self._steps is not None:
-            most = min(most, (self._steps - self.version.number) * self._settings.groups_per_step)
+            most = min(most, (self._steps - self.version.number) * self.groups_per_step)
         return max(0, most - self.load)
 
-    def _issue(self, peer: PeerId, ref: PromptRef | None, credits: dict[PeerId, list[Credit]], now: float) -> list[Any]:
+    def _adopt(self, peers: Iterable[PeerId], credits: dict[PeerId, list[Credit]], now: float) -> list[Any]:
+        """Groups of trainers that are gone, while they can be trained: before any new prompt. One that has been adopted
+        is offered until the rollout knows; its prompt is out then, and cannot be claimed."""
+        effects: list[Any] = []
+        for peer in peers:
+            for orphan in self._rollouts[peer].orphans:
+                if self.finished or not self._places():
+                    return effects
+                stale = superseded((orphan.oldest,), self._next_number(), self.lineage, self._settings.max_lag)
+                if stale or orphan.size != self._settings.group_size:
+                    continue
+                if ref := self._prompts.claim(orphan.epoch, orphan.prompt):
+                    self.counts["adopted"] += 1
+                    effects += self._issue(peer, ref, credits, now, orphan)
+        return effects
+
+    def _issue(
+        self,
+        peer: PeerId,
+        ref: PromptRef | None,
+        credits: dict[PeerId, list[Credit]],
+        now: float,
+        orphan: Orphan | None = None,
+    ) -> list[Any]:
         """A credit for this prompt, or for the next of the evaluation, in the next Answer to ``peer``."""
         id = self.accounts.next_id
         if ref is None:
             assert self._evaluation is not None
             credit = self._evaluation.order(id)
         else:
-            credit = self._training_credit(id, ref)
-        self._open[id] = _Open(credit=credit, ref=ref, rollout=peer, at=now)
-        self._rollouts[peer].order(id, evaluation=ref is None)
+            credit = self._training_credit(id, ref, orphan)
+        started = orphan.oldest if orphan else None
+        self._open[id] = _Open(credit=credit, ref=ref, rollout=peer, at=now, started=started)
+        self._rollouts[peer].order(credit)
         credits.setdefault(peer, []).append(credit)
         entry = Issued(
             id=id,
@@ -343,23 +432,24 @@ class TrainerDelivery:
             prompt=credit.prompt,
             attempt=credit.attempt,
             evaluation=credit.evaluation,
+            adopts=credit.adopts,
         )
         return [self._record(entry)]
 
-    def _training_credit(self, id: CreditId, ref: PromptRef) -> Credit:
+    def _training_credit(self, id: CreditId, ref: PromptRef, orphan: Orphan | None) -> Credit:
         """It takes the next place, and must start from a version that is fresh enough when that place is trained."""
         assert self.version is not None
         assert self.load < self.limit, "more credits than the bound allows"
-        term, first = self.lineage.terms[-1]
-        step = self.version.number + self.load // self._settings.groups_per_step
+        step = self.version.number + self.load // self.groups_per_step
         return Credit(
             id=id,
             prompt=ref.prompt,
             epoch=ref.epoch,
             attempt=ref.attempt,
             size=self._settings.group_size,
-            min_version=Version(term, max(step - self._settings.max_lag, first)),
+            min_version=orphan.oldest if orphan else self.lineage.at(step - self._settings.max_lag),
             seed=seed_of(self._seed, "training", ref.epoch, ref.prompt, ref.attempt),
+            adopts=orphan.name if orphan else None,
         )
 
     def _answer(self, peer: PeerId, credits: list[Credit], now: float) -> Send:
@@ -371,6 +461,7 @@ class TrainerDelivery:
             current=self.version,
             lineage=self.lineage,
             finished=self.finished,
+            share=self.groups_per_step,
             now=now,
         )
         return Send(peer, answer)
@@ -418,7 +509,7 @@ class TrainerDelivery:
                 self._rollouts[c.rollout].ended(id)
             if outcome != "lost":
                 self._remember(id, outcome)
-            if c.state == "held":
+            if c.state != "out":
                 effects.append(Dropped(id, why))
             if c.ref is None:
                 if self._evaluation:
@@ -436,7 +527,7 @@ class TrainerDelivery:
     def _remember(self, id: CreditId, outcome: Outcome) -> None:
         """For rollouts that still keep the group; one they ask for after this memory has passed is called failed."""
         self._verdicts[id] = outcome
-        while len(self._verdicts) > 4096 + 4 * self.limit:
+        while len(self._verdicts) > 4096 + 4 * (self._settings.max_lag + 1) * self._settings.groups_per_step:
             self._verdicts.popitem(last=False)
 
     def _record(self, entry: AnyEntry) -> Record:

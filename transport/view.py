@@ -4,7 +4,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mesh.version import Lineage, Version
-from transport.messages import Answer, Ask, Credit, CreditId, Outcome, Verdict
+from transport.messages import Answer, Ask, Credit, CreditId, Orphan, Outcome, Verdict
 
 AGAIN_AFTER_S = 2.0  # a bulk message may be this much later than the Ask that mentions its group
 
@@ -13,7 +13,7 @@ AGAIN_AFTER_S = 2.0  # a bulk message may be this much later than the Ask that m
 class RolloutView:
     """``out`` has the credits that are open there and ``unseen`` those the last Ask could not know of, each with the
     Answer that carries it, ``evaluations`` those of evaluation; ``kept`` since when a group waits for its verdict, or
-    was last asked for."""
+    was last asked for; ``orphans`` the groups without a trainer that it offers."""
 
     ask: int = 0
     answers: int = 0
@@ -24,6 +24,7 @@ class RolloutView:
     out: dict[CreditId, int] = field(default_factory=dict)
     unseen: dict[CreditId, int] = field(default_factory=dict)
     evaluations: dict[CreditId, None] = field(default_factory=dict)
+    orphans: list[Orphan] = field(default_factory=list)
 
     @property
     def room(self) -> int:
@@ -35,6 +36,7 @@ class RolloutView:
         self.ask, self.free, self.returned = ask.seq, ask.free, ask.returned
         # one that was taken for dead, and lived, goes on from the Answer it saw last
         self.answers = max(self.answers, ask.answered)
+        self.orphans = ask.orphans
         self.held = {h.id: h.started for h in ask.held}
         self.kept = {id: self.kept.get(id, now) for id in ask.kept}
         self.unseen = {id: seq for id, seq in self.unseen.items() if seq > ask.answered}
@@ -42,13 +44,13 @@ class RolloutView:
             id for id, seq in self.out.items() if seq <= ask.answered and id not in self.held and id not in self.kept
         ]
 
-    def order(self, id: CreditId, *, evaluation: bool) -> None:
-        """A credit that goes out with the next Answer. Those of evaluation take no place."""
-        self.out[id] = self.answers + 1
-        if evaluation:
-            self.evaluations[id] = None
-        else:
-            self.unseen[id] = self.answers + 1
+    def order(self, credit: Credit) -> None:
+        """A credit that goes out with the next Answer. Those of evaluation, and adoptions, take no place."""
+        self.out[credit.id] = self.answers + 1
+        if credit.evaluation:
+            self.evaluations[credit.id] = None
+        elif credit.adopts is None:
+            self.unseen[credit.id] = self.answers + 1
 
     def ended(self, id: CreditId) -> None:
         """A credit that is no longer out."""
@@ -68,6 +70,7 @@ class RolloutView:
         current: Version,
         lineage: Lineage,
         finished: bool,
+        share: int,
         now: float,
     ) -> Answer:
         """The next Answer: ``credits``, and whatever differs between its last Ask and what is ``open``."""
@@ -84,4 +87,5 @@ class RolloutView:
             current=current,
             lineage=lineage,
             finished=finished,
+            share=share,
         )

@@ -10,13 +10,24 @@ trainer waits for less than half of the target, so that it settles just above wh
 
 class Window:
     """``size`` is the number of credits out and groups held, the batch in training included; always within
-    [groups_per_step, (max_lag + 1) * groups_per_step], hence constant at ``max_lag = 0``."""
+    [groups_per_step, (max_lag + 1) * groups_per_step], hence constant at ``max_lag = 0``. Of several trainers each has
+    one for its share of the batch."""
 
     def __init__(self, groups_per_step: int, max_lag: int, wait_target: float) -> None:
         self._floor = groups_per_step
-        self._ceiling = (max_lag + 1) * groups_per_step
+        self._max_lag = max_lag
         self._wait_target = wait_target
         self.size = groups_per_step
+
+    @property
+    def ceiling(self) -> int:
+        return (self._max_lag + 1) * self._floor
+
+    def resize(self, groups_per_step: int) -> None:
+        """Another share, and as many batches on order as before."""
+        self.size = self.size * groups_per_step // self._floor if self._floor else groups_per_step
+        self._floor = groups_per_step
+        self.size = max(self.size, self._floor)
 
     def step(self, waited: float, limited: bool) -> None:
         """After each step: ``waited`` is the share of the step the trainer spent waiting for groups (0 to 1),
@@ -25,4 +36,4 @@ class Window:
             self.size += max(1, self._floor // 4)
         elif waited < self._wait_target / 2:
             self.size -= max(1, self._floor // 16)
-        self.size = min(max(self.size, self._floor), self._ceiling)
+        self.size = min(max(self.size, self._floor), self.ceiling)

@@ -39,9 +39,13 @@ class Buffer:
         return iter(self._held.values())
 
     def put(self, rollout: PeerId, credit: Credit, group: Group) -> None:
-        assert credit.id not in self._held, f"group {credit.id} held twice"
+        self.put_back(Trajectory(rollout, credit, group, versions_of(group)))
+
+    def put_back(self, trajectory: Trajectory) -> None:
+        id = trajectory.credit.id
+        assert id not in self._held, f"group {id} held twice"
         assert len(self._held) < self._limit, f"more than {self._limit} groups held: credits were issued over the bound"
-        self._held[credit.id] = Trajectory(rollout, credit, group, versions_of(group))
+        self._held[id] = trajectory
 
     def drop(self, credit_id: CreditId) -> None:
         """Its credit has ended. One that ``take`` has already put aside as superseded is gone, and that is fine."""

@@ -2,6 +2,17 @@
 
 The main thread asks for a batch, settles it, and starts evaluations; each call runs on the loop and returns. Effects
 are executed in the order in which the machines gave them: a record is in the ledger before the act it announces.
+
+One of several trainers calls, in this order:
+
+    opened      a formation has opened: its members share the prompts. Groups of the batch in training whose prompts
+                went to others are named: they must not be in the gradient
+    batch       ``share`` groups, when that is not 0
+    row         what rides with the gradient of that batch
+    committed   a step was applied, with the rows of its contributors: before the ``opened`` of a formation that opens
+                after it
+    put_back    the gradient of a batch was given up; its groups go to the next while they are fresh
+    restart     left behind: all that is open is superseded. ``load`` and ``opened`` follow
 """
 
 import collections
@@ -20,11 +31,13 @@ from roles.trainer.buffer import Buffer, Trajectory
 from roles.trainer.dataset import Dataset
 from roles.trainer.figures import evaluation_figures
 from roles.trainer.ledger import Ledger
+from transport.accounts import CLOSED_A_ROW, WHY_CHARS, Closed, ClosedPrompt, Row, RowGroup
 from transport.credits import TrainerDelivery
-from transport.delivery import Dropped, Evaluated, Held, Record
+from transport.delivery import Dropped, Evaluated, Held, Record, tokens_of
 from transport.messages import Ask, Completion, CreditId, Delivery, Group
 
 TICK_S = 0.1
+MOST_CLOSED = 4096  # prompts given up that wait to be told; of more the others hear when they give up on them
 PATIENCE_S = 0.2  # between two looks at whether waiting still makes sense
 
 
@@ -39,6 +52,8 @@ class Intake:
         self.buffer = Buffer(limit=self.delivery.limit, max_lag=config.trainer.max_lag)
         self.vocabulary = vocabulary
         self.evaluation = _Results()
+        self.taken: dict[CreditId, Trajectory] = {}
+        self.closed: dict[tuple[int, int], ClosedPrompt] = {}  # not told to the other trainers yet
         self.superseded: list[Group] = []
         self.failures: collections.Counter[str] = collections.Counter()
         self.arrived = threading.Condition()
@@ -72,6 +87,9 @@ class Intake:
             match effect:
                 case Record(entry):
                     self.ledger.append(entry)
+                    if isinstance(entry, Closed) and len(self.closed) < MOST_CLOSED:
+                        closed = ClosedPrompt(entry.epoch, entry.prompt, entry.why[:WHY_CHARS])
+                        self.closed[entry.epoch, entry.prompt] = closed
                 case Send(to, message, _, bulk):
                     self.peer.send(to, message, bulk=bulk)
                 case Held(rollout, credit, group):
@@ -85,7 +103,8 @@ class Intake:
                     self.peer.note(text, level)
 
     def _drop(self, credit: CreditId) -> None:
-        self.superseded += [t.group for t in self.buffer if t.credit.id == credit]
+        taken = self.taken.pop(credit, None)
+        self.superseded += [taken.group] if taken else [t.group for t in self.buffer if t.credit.id == credit]
         self.buffer.drop(credit)
 
     def _wake(self) -> None:
@@ -117,8 +136,112 @@ class Intake:
         self._do(self.delivery.supersede(stale, now))
         self._do(self.delivery.take([t.credit.id for t in taken], now))
         for trajectory in taken:
+            self.taken[trajectory.credit.id] = trajectory
             self.failures.update(trajectory.group.failures)
         return taken
+
+    @property
+    def share(self) -> int:
+        """How many groups this trainer puts into a step."""
+        return self.delivery.groups_per_step
+
+    def opened(self, members: Sequence[PeerId], me: PeerId, version: Version, lineage: Lineage) -> list[CreditId]:
+        """*main*: the trainers ``members``, in the order of their formation, train together from ``version`` on, each
+        its share of a batch, on prompts of its own. Returns the groups taken that ended by it: their prompts went to
+        others. Where there are more trainers than groups in a batch, the last have none."""
+        n, ranks = self.config.trainer.groups_per_step, list(members)
+        rank = ranks.index(me)
+        share = n // len(ranks) + (rank < n % len(ranks))
+
+        def run() -> list[CreditId]:
+            before = list(self.taken)
+            self.data.deal(ranks[:n], me)
+            self._do(self.delivery.dealt())
+            self.delivery.share(share)
+            self._do(self.delivery.advance(version, lineage, time.monotonic()))
+            return [id for id in before if id not in self.taken]
+
+        return self.peer.call(run)
+
+    def row(
+        self,
+        batch: Sequence[Trajectory],
+        masked: Mapping[CreditId, int] | None = None,
+        failed: Mapping[CreditId, int] | None = None,
+    ) -> Row:
+        """*main*: what the other trainers must know of this batch when the step is applied; an empty one as well."""
+
+        def run() -> Row:
+            groups = [
+                RowGroup(
+                    credit=t.credit.id,
+                    epoch=t.credit.epoch,
+                    prompt=t.credit.prompt,
+                    tokens=tokens_of(t.group),
+                    masked=(masked or {}).get(t.credit.id, 0),
+                    failed=(failed or {}).get(t.credit.id, 0),
+                )
+                for t in batch
+            ]
+            return Row(groups, list(self.closed.values())[:CLOSED_A_ROW])
+
+        return self.peer.call(run)
+
+    def committed(
+        self,
+        version: Version,
+        lineage: Lineage,
+        rows: Mapping[PeerId, Row],
+        *,
+        waited: float | None = None,
+    ) -> None:
+        """*main*: a step with these rows, by contributor, was applied, and the trainer holds ``version``. One's own
+        groups among them are settled; a batch that is not, stays taken: use it again or ``put_back``."""
+
+        def run() -> None:
+            me = self.peer.id
+            mine = rows.get(me, Row([]))
+            for peer, row in rows.items():
+                for group in row.groups if peer != me else ():
+                    self.data.mark_trained(group.epoch, group.prompt)
+                for closed in row.closed if peer != me else ():
+                    self.data.mark_closed(closed.epoch, closed.prompt, closed.why)
+            self._do(self.delivery.committed(rows, me))
+            for group in mine.groups:
+                del self.taken[group.credit]
+            for closed in mine.closed:
+                self.closed.pop((closed.epoch, closed.prompt), None)
+            self._do(self.delivery.dealt())
+            self._do(self.delivery.advance(version, lineage, time.monotonic(), waited))
+
+        self.peer.call(run)
+
+    def put_back(self, batch: Sequence[Trajectory]) -> None:
+        """*main*: the gradient of this batch is given up. Those of its groups that are still taken wait for the next;
+        others have ended meanwhile."""
+
+        def run() -> None:
+            again = [t for t in batch if self.taken.pop(t.credit.id, None)]
+            for trajectory in again:
+                self.buffer.put_back(trajectory)
+            self._do(self.delivery.put_back([t.credit.id for t in again], time.monotonic()))
+            self._wake()
+
+        self.peer.call(run)
+
+    def restart(self) -> None:
+        """*main*: the others have gone on without this trainer. What is open here is superseded, the batch in training
+        too; nothing is ordered before ``opened``."""
+
+        def run() -> None:
+            self._do(self.delivery.restart(time.monotonic()))
+            self.closed.clear()
+
+        self.peer.call(run)
+
+    def load(self, order: dict[str, Any]) -> None:
+        """*main*: what was trained and closed, as the trainer says that takes this one in (``Dataset.state_dict``)."""
+        self.peer.call(lambda: self.data.load_state_dict(order))
 
     def advance(
         self,
@@ -136,6 +259,8 @@ class Intake:
         def run() -> None:
             if trained:
                 self._do(self.delivery.settle(trained, masked, failed))
+                for id in trained:
+                    del self.taken[id]
             self._do(self.delivery.advance(version, lineage, time.monotonic(), waited))
 
         self.peer.call(run)
