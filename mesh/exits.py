@@ -22,3 +22,13 @@ class Slept(RuntimeError):
 
 class Stopped(Exception):
     """The user (or the scheduler) asked the peer to stop. Exit code 130."""
+
+
+def parting(error: BaseException | None) -> str:
+    """What a peer that ends with ``error`` tells the others, in one line; they show it beside its name."""
+    if error is None:
+        return "finished"
+    if isinstance(error, Stopped):
+        return "stopped"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, Requeue | GivenUp | Slept | ValueError) else f"{type(error).__name__}: {text}"

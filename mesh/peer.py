@@ -10,8 +10,9 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +22,9 @@ from mesh.config import Config
 from mesh.effects import Note, Send
 from mesh.exits import Slept
 from mesh.identity import PeerCard, PeerId, Role, new_peer_id
+from mesh.quorum import Quorum, Shortage
 from mesh.rendezvous import Rendezvous, Seeds
+from mesh.roster import MAX_BUSY_S
 from mesh.secret import Keys
 from transport.endpoint import Endpoint
 from transport.messages import (
@@ -51,6 +54,9 @@ from transport.messages import (
 from transport.store_host import StoreHost
 
 T = TypeVar("T")
+
+COUNT_S = 0.25  # between two looks at whether enough peers are here
+BUSY_AGAIN_S = 60.0  # between two announcements of work that lasts longer than one may announce
 
 TICK_S = 0.05
 """How often the machines look at the clock; a small part of the shortest timeout among the presets."""
@@ -97,6 +103,9 @@ class Peer:
         self.refused = ""
         self.longest_gap_s = 0.0
         self.slept_s = 0.0
+        self.short: Shortage | None = None  # of trainers or rollouts, as mesh.min_trainers and mesh.min_rollouts say
+        self._quorum: Quorum | None = None
+        self._busy: dict[object, float] = {}  # until when, by what keeps this peer busy
         self._rendezvous = rendezvous
         self._endpoint = Endpoint(run=run, me=self.id, keys=keys, host=address, port=config.mesh.port)
         self.run = run
@@ -146,6 +155,12 @@ class Peer:
         """Publish the card, contact the rendezvous, start the loop. Raises ValueError when the rendezvous cannot be
         used (no permission, a name that does not resolve)."""
         self.membership = self._new_membership(self.card)  # its time begins now, however long loading took
+        if self.role != "observer":
+            least = {"trainer": self.config.mesh.min_trainers, "rollout": self.config.mesh.min_rollouts}
+            self._quorum = Quorum(least, self.config.mesh.grace_s, clock())
+            self._count()
+            self.every(COUNT_S, self._count)
+        self.every(BUSY_AGAIN_S, lambda: self._announce_busy() if self._busy else None)
         self._rendezvous.publish(self.card, self.run)
         addresses = [a for a in self._rendezvous.addresses() if a != self.address]
         self._run_effects(self.membership.contact(addresses, clock()))
@@ -277,6 +292,34 @@ class Peer:
         """*any thread*: change this peer's card (version, offers, busy_for_s, ...) and let the news spread."""
         self.post(lambda: self._run_effects(self.membership.update(clock(), **changes)))
 
+    @contextmanager
+    def busy(self, seconds: float) -> Iterator[None]:
+        """*any thread but the loop*: what is done inside may keep this peer from answering for ``seconds``, by holding
+        the interpreter: the others wait so long before they call it dead, and no longer than 300 s after the loop last
+        ran. They are told before it begins, and again when it has ended."""
+        if not self._thread.is_alive():  # nobody knows this peer yet
+            yield
+            return
+        what = object()
+
+        def begin() -> None:
+            self._busy[what] = clock() + seconds
+            self._announce_busy()
+
+        def end() -> None:
+            del self._busy[what]
+            self._announce_busy()
+
+        self.call(begin)
+        try:
+            yield
+        finally:
+            self.post(end)
+
+    def _announce_busy(self) -> None:
+        left_s = max(self._busy.values(), default=0.0) - clock()
+        self._run_effects(self.membership.update(clock(), busy_for_s=min(max(0.0, left_s), MAX_BUSY_S)))
+
     def request_store(self, message: StoreSet | StoreGet, timeout_s: float) -> StoreAnswer:
         """The answer of the store that the ballot's convener keeps; the request is repeated until it comes. Called on
         a thread that builds a group, never on the loop. Raises TimeoutError naming the convener."""
@@ -400,8 +443,17 @@ class Peer:
                 f"{card.name} {'died' if dead else 'left'}{': ' + reason if reason else ''}",
                 "warning" if dead else "info",
             )
+        if self._quorum is not None:
+            self._quorum.departed(card, dead, reason, clock())
         for handler in self._departed_handlers:
             handler(card, dead, reason)
+
+    def _count(self) -> None:
+        """Whether enough peers are here. Who is not, is said now and then; what follows is the role's to decide."""
+        assert self._quorum is not None
+        self.short = short = self._quorum.check(self._live, clock())
+        if short is not None and short.due and not short.over:
+            self.note(short.text, "warning")
 
     def _changed(self) -> None:
         self._live = tuple(sorted(self.membership.alive, key=lambda card: card.id))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mesh.effects import Send
-from mesh.exits import FINISHED, GivenUp, Requeue
+from mesh.exits import FINISHED, GivenUp, Requeue, parting
 from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
 from mesh.version import Version
@@ -125,7 +125,7 @@ class Rollout:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Until the run is over, or nothing can be done for want of a trainer. Returns the exit code."""
+        """Until the run is over, or too few peers are left to go on. Returns the exit code."""
         self._aio = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self.node.stop.on_stop(lambda: self._hand_over(self._changed.set))
@@ -149,7 +149,6 @@ class Rollout:
         return FINISHED
 
     async def _watch(self) -> None:
-        alone_since = time.monotonic()
         next_figures = time.monotonic() + FIGURES_S
         while not self.over:
             self.node.stop.check()
@@ -160,14 +159,9 @@ class Rollout:
                 raise EngineDead(f"the engine ended: {self.engine.failure}") from self.engine.failure
             if hopeless := self.setbacks.hopeless():
                 raise GivenUp(hopeless)
+            if (short := self.peer.short) is not None and short.over:
+                raise Requeue(f"{short.text}; start peers with --run {self.node.run.path}")
             now = time.monotonic()
-            if self.peer.live("trainer"):
-                alone_since = now
-            elif now - alone_since > self.config.mesh.trainer_timeout_s:
-                raise Requeue(
-                    f"no trainer in the mesh for {now - alone_since:.0f} s (mesh.trainer_timeout_s); "
-                    f"start one with --role trainer --run {self.node.run.path}"
-                )
             if now >= next_figures:
                 next_figures = now + FIGURES_S
                 self.metrics.row(self._step(), self._figures())
@@ -369,6 +363,8 @@ class Rollout:
     def _state(self) -> str:
         if self.unproven:
             return f"unproven: {self.unproven}"[:60]
+        if self.peer.short is not None:
+            return self.peer.short.text
         if self.engine.version is None:
             return "waiting for weights"
         return "sampling" if self.engine.figures.running else "waiting for credit"
@@ -420,9 +416,13 @@ def main(node: Node) -> int:
     check_prompts(task, tokenizer, engine, node.config.rollout.max_new_tokens)
     peer = node.peer()
     receiver = Receiver(peer, node.config.weights, group_builder(peer, backend), engine_build=engine.build)
+    reason = parting(None)
     try:
         return asyncio.run(Rollout(node, peer, engine, receiver, task, tokenizer).run())
+    except BaseException as e:
+        reason = parting(e)
+        raise
     finally:
         engine.close()
         receiver.close()
-        peer.leave("finished" if not node.stop.is_set() else "stopped")
+        peer.leave(reason)

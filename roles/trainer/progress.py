@@ -11,7 +11,7 @@ from mesh.exits import GivenUp
 from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
 from mesh.rundir import write_whole
-from mesh.version import Version
+from mesh.version import Lineage, Version
 from roles.metrics import MetricsWriter, process_figures
 from roles.trainer import ledger
 from roles.trainer.figures import Unrewarded, Watch, unrewarded_reasons
@@ -43,12 +43,35 @@ class Progress:
         self.evaluations: list[dict[str, float]] = []
         self.proved: set[Version] = set()
         self.probes: dict[PeerId, tuple[float, float]] = {}  # difference and floor of the last report
+        self.others: dict[PeerId, dict[str, float]] = {}  # what other trainers had published when last heard of
+        self._others_before: dict[PeerId, dict[str, float]] = {}  # of it, what ``earlier`` has already
+        self._taken_in = False
         self._happened: collections.deque[tuple[str, str]] = collections.deque(maxlen=1000)
         self._rollouts: dict[PeerId, str] = {}
         peer.on(Report, self._reported)
         peer.on_members(self._members)
         peer.on_departed(self._departed)
         peer.look = self.status
+
+    def resume(self, step: int, earlier: dict[str, float], *, taken_in: bool = False) -> None:
+        """Go on at ``step`` with the sums of a checkpoint, or of the trainer that takes this one in."""
+        self.step, self.earlier, self.began = step, earlier, time.monotonic()
+        self._taken_in = taken_in
+        self.others.clear()
+        self._others_before.clear()
+
+    def published(self) -> dict[str, float]:
+        """What this process has published so far, for the sums of the other trainers."""
+        stats = self.publisher.stats()
+        counts = {"published": stats.publications, "skipped": stats.skipped, "proved": len(self.proved)}
+        return {name: float(n) for name, n in counts.items()}
+
+    def others_published(self, peer: PeerId, figures: dict[str, float]) -> None:
+        """The same of another trainer, with each of its gradients."""
+        counts = {name: figures.get(name, 0.0) for name in ("published", "skipped", "proved")}
+        if peer not in self._others_before:
+            self._others_before[peer] = counts if self._taken_in else dict.fromkeys(counts, 0.0)
+        self.others[peer] = counts
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -135,15 +158,15 @@ class Progress:
 
     def sums(self) -> dict[str, float]:
         """What has been counted since the run began, over all its trainer processes; kept in each checkpoint."""
-        stats = self.publisher.stats()
         here = {
             "wall_s": time.monotonic() - self.began,
             "step_s": self.totals["step_s"],
             "wait_s": self.totals["wait_s"],
-            "published": stats.publications,
-            "skipped": stats.skipped,
-            "proved": len(self.proved),
+            **self.published(),
         }
+        for peer, counts in self.others.items():
+            for name, n in counts.items():
+                here[name] += n - self._others_before[peer][name]
         sums = {name: self.earlier.get(name, 0.0) + value for name, value in here.items()}
         sums["max_lag"] = max(self.earlier.get("max_lag", 0.0), self.totals["max_lag"])
         if "accuracy_before" in self.earlier:
@@ -152,17 +175,21 @@ class Progress:
             sums["accuracy_before"] = measured[0]
         return sums
 
-    def finished(self) -> dict[str, Any]:
-        """The run is over: write the last events, ``summary.json`` and ``reward.png``; returns the summary."""
+    def close(self) -> None:
         self._write_events()
         self.metrics.close()
-        summary = self._summary()
+
+    def finished(self, lineage: Lineage) -> dict[str, Any]:
+        """The run is over, with weights of ``lineage``: write the last events, ``summary.json`` and ``reward.png``;
+        returns the summary."""
+        self.close()
+        summary = self._summary(lineage)
         write_whole(self.node.run.summary, json.dumps(summary, indent=1) + "\n")
         self._plot()
         return summary
 
-    def _summary(self) -> dict[str, Any]:
-        replayed = ledger.replay(self.node.run.ledgers.glob("*.jsonl"))
+    def _summary(self, lineage: Lineage) -> dict[str, Any]:
+        replayed = ledger.replay(self.node.run.ledgers.glob("*.jsonl"), lineage)
         sums = self.sums()
         last = self.evaluations[-1] if self.evaluations else {}
         after = last if last.get("eval_version") == self.step else {}  # an older one says nothing of this model
@@ -228,7 +255,7 @@ class Progress:
 
     def _departed(self, card: PeerCard, dead: bool, reason: str) -> None:
         self.probes.pop(card.id, None)
-        if card.role == "rollout":
+        if card.role in ("rollout", "trainer"):
             how = "died" if dead else "left"
             self._happened.append((how, f"{card.name} {how}"))
 
@@ -252,7 +279,7 @@ class Progress:
             figures["accuracy"] = self.evaluations[-1]["eval_accuracy"]
         return Status(
             seq=0,
-            state=self.state,
+            state=self.peer.short.text if self.peer.short is not None else self.state,
             version=self.version,
             figures=figures,
             texts={},

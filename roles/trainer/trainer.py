@@ -1,80 +1,131 @@
 """The trainer: the algorithm, in order.
 
-    open a term; publish the weights it starts from; evaluate
+    meet the other trainers; open a term                  (gradients.py, company.py)
     for each step:
-        wait for the oldest admissible groups             (intake.py: credits, buffer, ledger)
+        take the oldest admissible groups                 (intake.py: credits, buffer, ledger)
         advantages, mask, loss, gradient                  (advantages.py, batch.py, losses.py, policy.py)
+        sum the gradients of all trainers                 (gradients.py; a trainer alone has nothing to sum)
         optimizer step
         publish: probe, snapshot; the broadcast goes on in the background   (transport/weights/)
         settle: record what was trained, hand out verdicts and new credits
     evaluate; save the model; tell everybody that the run is over
 
-There is one trainer so far: its gradient formation has one member, and between the gradient and the optimizer step
-nothing is exchanged. Everything else is written for several (terms, lineage, ballots).
+Trainers are equal. The first of their formation publishes, evaluates, saves and finishes; when it is gone, the next
+does, under a new term. What comes from the others (a formation has opened, a step is to be applied, a newcomer needs
+the state, this trainer was left behind) is an event: the main thread looks for them between any two things it does, and
+between two micro-batches.
 """
 
 import collections
+import contextlib
 import os
 import threading
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
-from mesh.exits import FINISHED, GivenUp, Requeue, Slept, Stopped
-from mesh.identity import PeerCard
+from mesh.exits import FINISHED, GivenUp, Requeue, Slept, Stopped, parting
+from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
-from mesh.presets import PRESETS
 from mesh.version import Lineage, Version
 from roles.device import backend_of, device_of
 from roles.formations import group_builder
 from roles.models import DTYPES
 from roles.rollout.tasks import load_task
-from roles.trainer import checkpoint, ledger
-from roles.trainer.batch import samples_of
+from roles.trainer import checkpoint, ledger, state
+from roles.trainer.acts import Apply, Diverged, LeftBehind, Opened, Transfer
+from roles.trainer.batch import Sample, samples_of
 from roles.trainer.buffer import Trajectory
 from roles.trainer.dataset import Dataset
 from roles.trainer.figures import step_figures
+from roles.trainer.gradients import Brought, Contribution, Gradients, Reduction
+from roles.trainer.handover import Loaded
 from roles.trainer.intake import Intake, open_ledger
 from roles.trainer.losses import DriftThreshold
-from roles.trainer.policy import Policy, load_policy
+from roles.trainer.policy import Policy, Scores, load_policy
 from roles.trainer.progress import Progress
-from transport.messages import Go, Member, Probe
+from transport.accounts import Row
+from transport.messages import Place, Probe, StateTensors
 from transport.weights.manifest import Manifest
 from transport.weights.publisher import Publisher
 
-OPEN_TERM_S = 10.0
+WAIT_S = 0.2  # between two looks at whether waiting still makes sense
+CLOSING_S = 10.0  # for the other trainers to close their accounts when the run is over
+DIFFER_S = 3.0  # for trainers that differ to tell each other in what
+
+
+@dataclass
+class Learned:
+    """A gradient that waits for its step: the groups it is of, and what their forward passes said."""
+
+    batch: list[Trajectory]
+    samples: list[Sample]
+    scores: Scores
+    contribution: Contribution
+    began: float
+    ended: float
 
 
 class Trainer:
     """One trainer peer, on the main thread."""
 
-    def __init__(self, node: Node, peer: Any, policy: Policy, data: Dataset, restored: checkpoint.Found):
+    def __init__(
+        self, node: Node, peer: Any, policy: Policy, data: Dataset, restored: checkpoint.Found, refusal: str = ""
+    ):
         self.node, self.peer, self.policy, self.data = node, peer, policy, data
         self.config = node.config
         self.step = 0
         self.lineage = Lineage()
         self.groups_trained = 0
-        self._served_at = self._unproved_since = self._evaluation_moved = time.monotonic()
+        self.first = False  # of its formation: it publishes, evaluates, saves and finishes
+        self.opened = False  # it is in a formation, or in one that is over and followed by another
+        self.learned: Learned | None = None
+        self.told = 0  # the step for which the others know what this trainer brings
+        self.wake = threading.Event()
+        self.run_over = False  # another trainer has finished it
+        self._refusal = refusal  # why this trainer may join a run, but not begin it
+        self._members: tuple[PeerId, ...] = ()  # of the formation
+        self._gathered = False  # as many peers were here as a start needs
+        self._fresh = True  # no term was opened yet
+        self._undealt = False  # the formation has grown, and prompts are still to be dealt to all its members
+        self._closed = False
+        self._stepped_at = time.perf_counter()
+        self._unproved_since = self._evaluation_moved = time.monotonic()
         self._evaluation_at: tuple[Version, int] | None = None
         self.threshold = DriftThreshold(self.config.trainer.negative_max_drift)
         wire = self.config.weights.wire_dtype
         self.wire_dtype = policy.dtype if wire == "auto" else DTYPES[wire]
         buffers = {name for name, _ in policy.model.named_buffers()}
         manifest = Manifest.from_state(policy.named_state(), buffers, self.wire_dtype)
-        backend = backend_of(self.config.weights.backend, str(policy.device))
-        self.publisher = Publisher(peer, manifest, self.config.weights, group_builder(peer, backend))
+        build = group_builder(peer, backend_of(self.config.weights.backend, str(policy.device)))
+        self.publisher = Publisher(peer, manifest, self.config.weights, build)
+        self.gradients = Gradients(
+            peer,
+            build,
+            size=sum(p.numel() for p in policy.parameters.values()),
+            groups=self.config.trainer.groups_per_step,
+            device=policy.device,
+            state_bytes=state.most_bytes(policy),
+            highest_term=node.run.highest_term,
+            opened_term=node.run.opened_term,
+            wake=self.wake.set,
+        )
         rng = np.random.default_rng(self.config.run.seed)
         self._unpublished: Probe | None = None  # of a snapshot that found no buffer free
         self.probe = rng.integers(0, policy.vocabulary, self.config.weights.probe_tokens).astype(np.int32)
         first_id = _close_dead_ledgers(node)
         self.ledger = open_ledger(node.run.ledgers, peer.id, peer.run, first_id)
         self.intake = Intake(peer, self.config, data, self.ledger, first_id=first_id, vocabulary=policy.vocabulary)
+        self.intake.arrived = self.wake.set
         earlier = restored.state.axis if restored.state is not None else {}
         self.progress = Progress(node, peer, self.publisher, self.intake, earlier)
+        peer.on_departed(self._departed)
         if restored.state is not None:
-            self._restore(restored)
+            self._resume(restored)
         for text in policy.notes:
             peer.note(text, "warning")
 
@@ -82,78 +133,126 @@ class Trainer:
     # The algorithm
     # ------------------------------------------------------------------------------------------------------------------
 
-    def run(self) -> int:
-        self.open_term()
-        self.publish()
-        self.intake.advance(self.version, self.lineage)
-        self.evaluate()
-        while self.step < self.config.run.steps:
-            started = time.perf_counter()
-            self.progress.split.clear()
-            batch = self.wait()
-            figures, masked, failed = self.learn(batch)
-            if _due(self.step, self.config.evaluation.every_steps):
-                self.evaluate()
-            self.publish()
-            self.settle(batch, masked, failed, time.perf_counter() - started)
-            self._note_evaluation()
-            self.progress.stepped(figures, time.perf_counter() - started, self.data.progress())
-            if _due(self.step, self.config.checkpoint.every_steps):
-                self._save_or_say()
-        return self.finish()
+    def run(self, expected: int) -> int:
+        """Until the run is over. Each turn does what there is to do, then waits for something to happen."""
+        place = Place(self.step, self.lineage, self.groups_trained, state.state_digest(self.policy))
+        self.gradients.begin(place, expected, self.config.mesh.split_wait_s)
+        while True:
+            self.wake.clear()
+            self.serve()
+            if self.opened and self.step < self.config.run.steps:
+                self.work()
+            elif self.opened and self.first:
+                with contextlib.suppress(Overtaken):
+                    return self.finish()
+            elif self.opened and self._over():
+                return FINISHED
+            if not self.gradients.events:
+                self._patience()
+                with self.progress.timed("wait_s" if self.learned is None else "sync_s"):
+                    self.wake.wait(WAIT_S)
 
     @property
     def version(self) -> Version:
         return Version(self.lineage.terms[-1][0], self.step)
 
-    def open_term(self) -> None:
-        """Form the gradient formation and open its term, above every term this run has ever had."""
-        if others := self._other_trainers():
-            raise ValueError(
-                f"this run has a trainer already: {others[0].name} on {others[0].host}; a mesh has one trainer so far: "
-                "stop that one, or start this one with another --run"
-            )
-        formed: list[Go] = []
-        ready = threading.Event()
+    def serve(self) -> None:
+        """What has come from the other trainers, in order."""
+        while self.gradients.events:
+            match event := self.gradients.events.popleft():
+                case Opened():
+                    self.open(event)
+                case Apply():
+                    self.apply(event)
+                case Transfer():
+                    self.give(event)
+                case Loaded():
+                    self.take_over(event)
+                case LeftBehind():
+                    self.left_behind(event)
+                case Diverged():
+                    self.diverged(event)
 
-        def on_go(go: Go) -> None:
-            formed.append(go)
-            ready.set()
+    def work(self) -> None:
+        """Have a gradient ready for the next step, once its groups are here."""
+        self._gathered = self._gathered or self.peer.short is None
+        if self.told > self.step or not self._gathered:
+            return
+        if self.intake.share == 0:
+            self.told = self.step + 1
+            self.gradients.ready(self.told, None)
+            return
+        batch = self.intake.take(self.version, self.lineage)
+        if not batch:
+            self.progress.state = "waiting for groups"
+            return
+        self._unproved_since = time.monotonic()
+        self.progress.state = "training"
+        self.learned = self.learn(batch)
+        if self.learned is None:
+            self.intake.put_back(batch)
+            return
+        self.told = self.step + 1
+        self.gradients.ready(self.told, self.learned.contribution)
 
-        self.peer.on_go("gradients", on_go)
-        seen = [card.highest_term for card in self.peer.live()]
-        floor = max([self.node.run.highest_term(), *seen, *(t.counter for t, _ in self.lineage.terms)])
+    def learn(self, batch: list[Trajectory]) -> Learned | None:
+        """The gradient of a batch, summed over its samples; None when something came that must not wait for it."""
+        began = time.time()
+        with self.progress.timed("learn_s"):
+            groups = [t.group for t in batch]
+            samples = samples_of(groups, self.lineage, self.step, divide_by_std=self.config.trainer.divide_by_std)
+            scores = self.policy.accumulate(samples, self.threshold, lambda: bool(self.gradients.events))
+            if scores is None:
+                return None
+            gradient = None if self.gradients.alone else self.policy.flat_gradient()
+        contribution = Contribution(self.step + 1, self._brought(batch, samples, scores), gradient)
+        return Learned(batch, samples, scores, contribution, began, time.time())
 
-        def convene() -> None:
-            self.peer.convening["gradients"].raise_floor(floor)
-            self.peer.convene("gradients", [Member(self.peer.id)])
-
-        self.peer.call(convene)
-        if not ready.wait(OPEN_TERM_S):
-            raise RuntimeError(f"no gradient formation within {OPEN_TERM_S:.0f} s, though it has one member only")
-        term = formed[-1].ballot
-        self.node.run.opened_term(term.counter)
-        self.lineage = self.lineage.open(term, self.step)
-        self.publisher.open_term(self.lineage)
-        self.peer.update_card(highest_term=term.counter)
-
-    def _other_trainers(self) -> list[PeerCard]:
-        """Those that are still seen when one that was killed just now has had the time to be noticed."""
-        deadline = time.monotonic() + 2 * PRESETS[self.config.mesh.preset].detection_s()
-        while others := [card for card in self.peer.live("trainer") if card.id != self.peer.id]:
-            if time.monotonic() > deadline:
-                break
-            self.node.stop.check()
-            time.sleep(0.1)
-        return others
+    def apply(self, event: Apply) -> None:
+        """Take the optimizer step that all trainers of the formation take, and do what follows from it."""
+        reduction = self.gradients.reduction(event)
+        learned, self.learned = self.learned, None
+        if learned is not None and self.peer.id not in reduction.brought:
+            self.intake.put_back(learned.batch)
+            learned = None
+        with self.progress.timed("optimizer_s"):
+            if reduction.gradient is not None:
+                self.policy.load_flat_gradient(reduction.gradient)
+            stepped = self.policy.step(reduction.tokens)
+        rows = {peer: b.row for peer, b in reduction.brought.items()}
+        if stepped["step_skipped"]:
+            rows = {peer: all_masked(row) for peer, row in rows.items()}
+        self.step = self.progress.step = self.step + 1
+        self.groups_trained += sum(len(row.groups) for row in rows.values())
+        with self.progress.timed("digest_s"):
+            digest = "" if self.gradients.alone else state.state_digest(self.policy)
+        self.gradients.applied(self.step, self.groups_trained, digest)
+        figures = self._figures(learned, reduction) | stepped
+        if self.first and _due(self.step, self.config.evaluation.every_steps):
+            self.evaluate()
+        self.publish()
+        elapsed = time.perf_counter() - self._stepped_at
+        self.intake.committed(self.version, self.lineage, rows, waited=self.progress.waited(elapsed))
+        if self._undealt:
+            self._deal()
+        self._note_evaluation()
+        elapsed = time.perf_counter() - self._stepped_at
+        self.progress.stepped(figures, elapsed, self.data.progress())
+        self._stepped_at = time.perf_counter()
+        self.progress.split.clear()
+        if self.first and _due(self.step, self.config.checkpoint.every_steps):
+            self._save_or_say()
 
     def publish(self) -> None:
-        """Snapshot the weights and hand them to the publisher's thread, with a probe that receivers can check."""
+        """The first of the formation: snapshot the weights and hand them to the publisher's thread, with a probe that
+        receivers can check."""
+        self.progress.version = self.version
+        if not self.first:
+            return
         with self.progress.timed("probe_s"):
             probe = Probe(tokens=self.probe, logprobs=self.policy.probe(self.probe, self.wire_dtype))
         self._unpublished = probe
         self._snapshot()
-        self.progress.version = self.version
 
     def _snapshot(self) -> None:
         """One that was skipped is made up for while the trainer waits: what it waits for may need this very version."""
@@ -162,56 +261,6 @@ class Trainer:
         with self.progress.timed("snapshot_s"):
             if self.publisher.publish(self.version, self.policy.named_state(), self._unpublished):
                 self._unpublished = None
-
-    def wait(self) -> list[Trajectory]:
-        """The groups of this step: oldest first, none over ``max_lag``, none of another lineage."""
-        self.progress.state = "waiting for groups"
-        self._served_at = self._unproved_since = time.monotonic()
-        with self.progress.timed("wait_s"):
-            n = self.config.trainer.groups_per_step
-            batch = self.intake.batch(n, self.version, self.lineage, self._patience)
-        self.progress.state = "training"
-        return batch
-
-    def learn(self, batch: list[Trajectory]) -> tuple[dict[str, float], dict[int, int], dict[int, int]]:
-        """One optimizer step. Returns its figures, and the tokens of each credit that were masked or had no reward."""
-        settings = self.config.trainer
-        groups = [t.group for t in batch]
-        train_start = time.time()
-        with self.progress.timed("learn_s"):
-            samples = samples_of(groups, self.lineage, self.step, divide_by_std=settings.divide_by_std)
-            scores = self.policy.accumulate(samples, self.threshold)
-        with self.progress.timed("optimizer_s"):
-            stepped = self.policy.step(scores.tokens)
-        train_stop = time.time()
-        skipped = stepped["step_skipped"] > 0
-        self.step = self.progress.step = self.step + 1
-        self.groups_trained += len(groups)
-        dropped = self.intake.take_superseded()
-        figures = {
-            **step_figures(samples, scores, max_lag=settings.max_lag, superseded=dropped),
-            **stepped,
-            "loss": scores.loss_sum / max(1, scores.tokens),
-            "drift_threshold": scores.threshold,
-            "lag_highest": float(max(s.lag for s in samples)),
-            "at/generate_first": min(g.generate_start for g in groups),
-            "at/generate_last": max(g.generate_stop for g in groups),
-            "at/train_start": train_start,
-            "at/train_stop": train_stop,
-        }
-        masked: collections.Counter[int] = collections.Counter()
-        failed: collections.Counter[int] = collections.Counter()
-        for sample, out in zip(samples, scores.masked, strict=True):
-            account = failed if not sample.counts else masked if out or skipped else None
-            if account is not None:
-                account[batch[sample.group].credit.id] += sample.sampled_tokens
-        return figures, masked, failed
-
-    def settle(self, batch: list[Trajectory], masked: dict[int, int], failed: dict[int, int], elapsed: float) -> None:
-        """The step is applied and published: record it, hand out verdicts and the credits of the next."""
-        waited = self.progress.waited(elapsed)
-        ids = [t.credit.id for t in batch]
-        self.intake.advance(self.version, self.lineage, trained=ids, masked=masked, failed=failed, waited=waited)
 
     def evaluate(self) -> None:
         """Have the held-out prompts answered by this version while training goes on. Rollouts hear of it before the
@@ -232,27 +281,169 @@ class Trainer:
         self.progress.state = "saving"
         checkpoint.save_model(self.node.run.model, self.policy)
         self.intake.finish()
-        summary = self.progress.finished()
+        self._close_accounts()
+        summary = self.progress.finished(self.lineage)
         self.progress.state = "finished"
         how = "closes" if summary["ledger_closed"] else "DOES NOT CLOSE"
         self.peer.note(f"finished {self.step} steps; accuracy {summary['accuracy_after']}; the ledger {how}")
         return FINISHED
 
     # ------------------------------------------------------------------------------------------------------------------
+    # What the other trainers bring about
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def open(self, event: Opened) -> None:
+        """A formation has opened a term on the weights that all its members hold."""
+        if self._refusal and self._fresh:
+            raise ValueError(self._refusal)
+        grown = not set(event.members) <= set(self._members)
+        self._members = event.members
+        self.lineage = event.place.lineage
+        assert event.place.step == self.step, f"at step {self.step}, opened at {event.place.step}"
+        self.first, self.opened = event.members[0] == self.peer.id, True
+        self.peer.update_card(highest_term=event.ballot.counter)
+        others = f" of {len(event.members)} trainers" if len(event.members) > 1 else ""
+        self.peer.log.info("term %s%s opens at step %d%s", event.ballot, others, self.step,
+                           ", published here" if self.first else "")  # fmt: skip
+        withdrawn = grown and self.learned is not None and self.gradients.withdraw()
+        if self.first:
+            self.publisher.open_term(self.lineage)
+        else:
+            self._unpublished = None
+            self.publisher.retire()
+        self.publish()
+        self._undealt = grown and self.learned is not None and not withdrawn
+        if self._undealt:  # first the step that its gradient is being reduced for
+            self.intake.advance(self.version, self.lineage)
+        else:
+            self._deal(withdrawn)
+        if self.first and self._fresh:
+            self.evaluate()
+        self._fresh = False
+
+    def _deal(self, withdrawn: bool = False) -> None:
+        """Each trainer of the formation has its own prompts. A gradient that was withdrawn is good still, unless some
+        of its groups are of prompts that are another's now."""
+        ended = set(self.intake.opened(self._members, self.peer.id, self.version, self.lineage))
+        self._undealt = False
+        if self.learned is None:
+            self.told = 0
+        if self.learned is None or not withdrawn:
+            return
+        left = [t for t in self.learned.batch if t.credit.id not in ended]
+        if len(left) < len(self.learned.batch):
+            self.learned, self.told = None, 0
+            self.intake.put_back(left)
+            return
+        if self.learned.contribution.gradient is None and not self.gradients.alone:
+            flat = self.policy.flat_gradient()
+            self.learned.contribution = replace(self.learned.contribution, gradient=flat)
+        self.gradients.ready(self.told, self.learned.contribution)
+
+    def give(self, transfer: Transfer) -> None:
+        """All hold at this step: a newcomer gets what they have alike."""
+        place = self.gradients.place
+        if transfer.step == self.step == place.step:
+            place = msgspec.structs.replace(place, state=state.state_digest(self.policy))
+            self.gradients.give(transfer, place, state.dump(self.policy, self._state()))
+
+    def take_over(self, loaded: Loaded) -> None:
+        """This trainer is the newcomer, and everything is here."""
+        place = loaded.offer.place
+        try:
+            there = state.load(self.policy, loaded.data)
+            if state.state_digest(self.policy) != place.state:
+                raise ValueError("weights and optimizer have another digest once they are loaded")
+            self._stand(there)
+            self.progress.resume(self.step, there.axis, taken_in=True)
+            self.intake.load(there.data["order"])
+        except ValueError as e:
+            self.gradients.taken(loaded, str(e))
+            raise ValueError(f"this trainer cannot join the others: {e}") from e
+        self.learned, self.told = None, 0
+        self._refusal = ""
+        self._fresh = False
+        self.gradients.taken(loaded, "")
+        self.peer.note(f"taken in at step {self.step}")
+
+    def left_behind(self, event: LeftBehind) -> None:
+        """Others have gone on without this trainer: what it holds is of a lineage that ends here."""
+        self.peer.note(f"left behind at step {self.step}: {event.reason}; what is open here is superseded", "warning")
+        self.opened = self.first = False
+        self.learned, self.told = None, 0
+        self._members = ()
+        self._unpublished = None
+        self.publisher.retire()
+        self.intake.restart()
+        self.progress.state = "waiting to be taken in"
+
+    def diverged(self, event: Diverged) -> None:
+        """Trainers differ that must be alike: find out in what, say it, and stop."""
+        digests = state.tensor_digests(self.policy)
+        mine = StateTensors(self.step, np.array(list(digests.values()), np.uint64))
+        deadline = time.monotonic() + DIFFER_S
+        others = [peer for peer, _ in event.digests if peer != self.peer.id]
+        while time.monotonic() < deadline:
+            self.wake.clear()
+            self.gradients.tell_tensors(mine, others)
+            if all(p in self.gradients.tensors for p in others):
+                break
+            self.wake.wait(WAIT_S)
+        known = {self.peer.id: mine.digests} | {p: m.digests for p, m in self.gradients.tensors.items()}
+        first = state.first_difference(list(digests), known)
+        names = ", ".join(f"{self._name_of(peer)} {digest}" for peer, digest in event.digests)
+        what = f"; the first tensor that differs is {first}" if first else ""
+        raise GivenUp(
+            f"{event.text}: {names}{what}; nothing was applied; start the trainers again with --resume, on one kind of "
+            "machine and one version of torch"
+        )
+
+    def _name_of(self, peer: str) -> str:
+        return next((card.name for card in self.peer.live("trainer") if card.id == peer), f"peer {peer}")
+
+    def _departed(self, card: PeerCard, dead: bool, reason: str) -> None:
+        """On the loop."""
+        if card.role == "trainer" and not dead and reason == parting(None):
+            self.run_over = True
+        self.wake.set()
+
+    def _over(self) -> bool:
+        """Every step is made and another trainer finishes the run; this one closes its accounts and stands by."""
+        if not self._closed:
+            self._closed = True
+            self.intake.close()
+        self.progress.state = "standing by"
+        return self.run_over
+
+    def _close_accounts(self) -> None:
+        """The other trainers close theirs when they have made the last step; those of the dead are closed here."""
+        deadline = time.monotonic() + CLOSING_S
+        while time.monotonic() < deadline:
+            paths = sorted(self.node.run.ledgers.glob("*.jsonl"))
+            for path in paths:
+                ledger.close_dead(path)
+            if ledger.replay(paths, self.lineage).groups["in_flight"] == 0:
+                return
+            self.node.stop.check()
+            time.sleep(0.05)
+
+    # ------------------------------------------------------------------------------------------------------------------
     # Waiting that ends
     # ------------------------------------------------------------------------------------------------------------------
 
     def _patience(self) -> None:
-        """Called while groups are missing. Raises when no more can come."""
+        """Called while there is nothing to do. Raises when no more can come."""
         self.node.stop.check()
         self.peer.check()
+        self._need_peers()
+        if not self.first:
+            return
         self._snapshot()
         self._note_evaluation()
-        rollouts = self._need_rollouts()
+        self._watch_evaluation()
         now = time.monotonic()
         limit = self.config.weights.prove_deadline_s
-        self._watch_evaluation()
-        if not rollouts or self._somebody_proved():
+        if self.learned is not None or not self.peer.live("rollout") or self._somebody_proved():
             self._unproved_since = now
         elif now - self._unproved_since > limit:
             self.save()
@@ -261,55 +452,49 @@ class Trainer:
                 f"(weights.prove_deadline_s): {'; '.join(self.publisher.table())}"
             )
 
-    def _need_rollouts(self) -> list[PeerCard]:
-        """The live rollouts. Raises Requeue, after saving, when there was none for ``trainer_timeout_s``."""
-        now = time.monotonic()
-        rollouts = self.peer.live("rollout")
-        if rollouts:
-            self._served_at = now
-        elif now - self._served_at > self.config.mesh.trainer_timeout_s:
+    def _need_peers(self) -> None:
+        """Raises Requeue, after saving, when the mesh had too few peers for ``mesh.grace_s``."""
+        if (short := self.peer.short) is not None and short.over:
             self.save()
             raise Requeue(
-                f"no rollout in the mesh for {now - self._served_at:.0f} s (mesh.trainer_timeout_s); saved at step "
-                f"{self.step}; start rollouts with --role rollout --run {self.node.run.path}, then this with --resume"
+                f"{short.text}; saved at step {self.step}; start peers with --run {self.node.run.path}, a trainer "
+                "with --resume"
             )
-        return rollouts
 
     def _somebody_proved(self) -> bool:
         """Whether a rollout runs a version that this step admits, or the one that an evaluation holds it at."""
         oldest = Version(self.version.term, max(0, self.step - self.config.trainer.max_lag))
-        state = self.intake.delivery.evaluation_state()
-        if state is not None and not state.complete:
-            oldest = min(oldest, state.version)
+        evaluation = self.intake.delivery.evaluation_state()
+        if evaluation is not None and not evaluation.complete:
+            oldest = min(oldest, evaluation.version)
         return bool(self.publisher.proved_by(oldest))
 
     def _finish_evaluation(self) -> None:
-        """Wait for the evaluation under way, as long as it makes progress."""
-        self._served_at = time.monotonic()
+        """Wait for the evaluation under way, as long as it makes progress. Raises Overtaken when this trainer is not
+        the first any more."""
         while self.intake.evaluating():
-            self.node.stop.check()
-            self.peer.check()
-            self._snapshot()
-            self._note_evaluation()
-            self._need_rollouts()
-            self._watch_evaluation()
-            time.sleep(0.02)
+            self.wake.clear()
+            self.serve()
+            if not self.first:
+                raise Overtaken
+            self._patience()
+            self.wake.wait(0.02)
         self._note_evaluation()
 
     def _watch_evaluation(self) -> None:
         """Give up an evaluation that made no progress for ``prove_deadline_s``: it holds the engines at its version."""
-        state = self.intake.delivery.evaluation_state()
-        if state is None or state.complete:
+        evaluation = self.intake.delivery.evaluation_state()
+        if evaluation is None or evaluation.complete:
             return
-        now, at = time.monotonic(), (state.version, state.done)
+        now, at = time.monotonic(), (evaluation.version, evaluation.done)
         if at != self._evaluation_at or not self.peer.live("rollout"):
             self._evaluation_at, self._evaluation_moved = at, now
         limit = self.config.weights.prove_deadline_s
         if now - self._evaluation_moved > limit:
             self.intake.abandon_evaluation()
             self.peer.note(
-                f"the evaluation of {state.version} has {state.done} of {state.total} results, none new for "
-                f"{limit:.0f} s (weights.prove_deadline_s): it is given up",
+                f"the evaluation of {evaluation.version} has {evaluation.done} of {evaluation.total} results, none new "
+                f"for {limit:.0f} s (weights.prove_deadline_s): it is given up",
                 "warning",
             )
 
@@ -319,12 +504,69 @@ class Trainer:
             self.progress.evaluated(figures)
 
     # ------------------------------------------------------------------------------------------------------------------
+    # Figures
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _brought(self, batch: list[Trajectory], samples: list[Sample], scores: Scores) -> Brought:
+        """What the others record of this batch: which tokens were masked, or had no reward; and sums for figures."""
+        masked: collections.Counter[int] = collections.Counter()
+        failed: collections.Counter[int] = collections.Counter()
+        for sample, out in zip(samples, scores.masked, strict=True):
+            account = failed if not sample.counts else masked if out else None
+            if account is not None:
+                account[batch[sample.group].credit.id] += sample.sampled_tokens
+        rewarded = [s.reward for s in samples if s.counts]
+        figures = {
+            "loss": scores.loss_sum,
+            "samples": float(len(samples)),
+            "unrewarded": float(len(samples) - len(rewarded)),
+            "reward": float(sum(rewarded)),
+            "lag_highest": float(max(s.lag for s in samples)),
+            **self.progress.published(),
+        }
+        return Brought(scores.tokens, self.intake.row(batch, masked, failed), figures)
+
+    def _figures(self, learned: Learned | None, reduction: Reduction) -> dict[str, float]:
+        """Of the step: sums over all trainers, and what this one's own batch shows."""
+        sums: collections.Counter[str] = collections.Counter()
+        for peer, brought in reduction.brought.items():
+            sums.update(brought.figures)
+            if peer != self.peer.id:
+                self.progress.others_published(peer, brought.figures)
+        lags = [b.figures.get("lag_highest", 0.0) for b in reduction.brought.values()]
+        figures: dict[str, float] = {}
+        if learned is not None:
+            dropped = self.intake.take_superseded()
+            groups = [t.group for t in learned.batch]
+            figures = {
+                **step_figures(
+                    learned.samples, learned.scores, max_lag=self.config.trainer.max_lag, superseded=dropped
+                ),
+                "drift_threshold": learned.scores.threshold,
+                "at/generate_first": min(g.generate_start for g in groups),
+                "at/generate_last": max(g.generate_stop for g in groups),
+                "at/train_start": learned.began,
+                "at/train_stop": learned.ended,
+            }
+        figures |= {
+            "loss": sums["loss"] / max(1, reduction.tokens),
+            "samples": sums["samples"],
+            "unrewarded": sums["unrewarded"],
+            "lag_highest": max(lags, default=0.0),
+            "groups": float(sum(len(b.row.groups) for b in reduction.brought.values())),
+            "trainers": float(len(self._members)),
+        }
+        if rewarded := sums["samples"] - sums["unrewarded"]:
+            figures["reward"] = sums["reward"] / rewarded
+        return figures
+
+    # ------------------------------------------------------------------------------------------------------------------
     # Saving and resuming
     # ------------------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """A checkpoint of this step; the ledger reaches the disk before it."""
-        if not self.lineage.terms:
+        """A checkpoint of this step, by the first of the trainers; the ledger reaches the disk before it."""
+        if not self.lineage.terms or (self.opened and not self.first):
             return
         if broken := [n for n, w in self.policy.named_state().items() if not torch.isfinite(w).all()]:
             raise GivenUp(
@@ -332,9 +574,14 @@ class Trainer:
                 f"are not saved, and the last good checkpoint is in {self.node.run.checkpoints}; lower "
                 "trainer.learning_rate"
             )
-        data = self.peer.call(lambda: {"order": self.data.state_dict(), "delivery": self.intake.delivery.state_dict()})
+        saved = self._state()
         self.peer.call(self.ledger.sync)  # after it: a prompt that is closed in the checkpoint is listed in the ledger
-        state = checkpoint.State(
+        path = checkpoint.save(self.node.run.checkpoints, self.policy, saved, keep=self.config.checkpoint.keep)
+        self.peer.log.info("saved %s", path)
+
+    def _state(self) -> checkpoint.State:
+        data = self.peer.call(lambda: {"order": self.data.state_dict(), "delivery": self.intake.delivery.state_dict()})
+        return checkpoint.State(
             version=self.version,
             lineage=self.lineage,
             groups_trained=self.groups_trained,
@@ -343,8 +590,6 @@ class Trainer:
             axis=self.progress.sums(),
             threshold=(self.threshold.total, self.threshold.tokens),
         )
-        path = checkpoint.save(self.node.run.checkpoints, self.policy, state, keep=self.config.checkpoint.keep)
-        self.peer.log.info("saved %s", path)
 
     def _save_or_say(self) -> None:
         """A checkpoint on the way: training goes on without it when the disk does not take it."""
@@ -353,17 +598,16 @@ class Trainer:
         except OSError as e:
             self.peer.note(f"{e}; training goes on, the last good checkpoint is kept", "error")
 
-    def _restore(self, found: checkpoint.Found) -> None:
-        state = found.state
-        assert state is not None
+    def _resume(self, found: checkpoint.Found) -> None:
+        saved = found.state
+        assert saved is not None
         assert found.path is not None
-        checkpoint.restore(found.path, self.policy, state)
-        self.step, self.lineage, self.groups_trained = state.version.number, state.lineage, state.groups_trained
-        self.progress.step = self.step
-        self.threshold.total, self.threshold.tokens = state.threshold
-        self.data.load_state_dict(state.data["order"])
-        self.intake.delivery.load_state_dict(state.data["delivery"])
-        changed = [k for k, v in state.settings.items() if self.peer.card.agreed.get(k, v) != v]
+        checkpoint.restore(found.path, self.policy, saved)
+        self._stand(saved)
+        self.progress.resume(self.step, saved.axis)
+        self.data.load_state_dict(saved.data["order"])
+        self.intake.delivery.load_state_dict(saved.data["delivery"])
+        changed = [k for k, v in saved.settings.items() if self.peer.card.agreed.get(k, v) != v]
         if changed:
             sections = ", ".join(f"[{name}]" for name in changed)
             self.peer.note(
@@ -371,28 +615,40 @@ class Trainer:
             )
         self.peer.note(f"resumed from {found.path} at step {self.step}")
 
+    def _stand(self, saved: checkpoint.State) -> None:
+        """Where ``saved`` stands; weights and optimizer are loaded."""
+        self.step, self.lineage, self.groups_trained = saved.version.number, saved.lineage, saved.groups_trained
+        self.threshold.total, self.threshold.tokens = saved.threshold
+
+
+class Overtaken(Exception):
+    """This trainer was about to finish the run, and is not the first of the trainers any more."""
+
+
+def all_masked(row: Row) -> Row:
+    """Of a step whose gradient was not finite: nothing was learnt from any token."""
+    groups = [msgspec.structs.replace(g, masked=g.tokens - g.failed) for g in row.groups]
+    return msgspec.structs.replace(row, groups=groups)
+
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def _close_dead_ledgers(node: Node) -> int:
-    """Account what earlier trainers of this run left open as lost; the first credit id that none of them used."""
+    """Account what trainers of this run that are gone left open; the first credit id that none of them used."""
     paths = sorted(node.run.ledgers.glob("*.jsonl"))
     for path in paths:
         ledger.close_dead(path)
     return ledger.replay(paths).next_id if paths else 0
 
 
-def _found(node: Node) -> checkpoint.Found:
-    """What to resume from. Raises ValueError when the directory holds a run that nobody asked to continue."""
-    found = checkpoint.newest(node.run.checkpoints)
-    if node.resume:
-        return found
-    if found.state is not None or node.run.summary.exists():
-        at = f"at step {found.state.version.number}" if found.state else "finished"
-        raise ValueError(f"{node.run.path} holds a run {at}: continue it with --resume, or choose another --run")
-    return checkpoint.Found(None, None)
+def _refusal(node: Node, found: checkpoint.Found) -> str:
+    """Why this directory's run must not be begun anew; empty when it is empty, or to be resumed."""
+    if node.resume or (found.state is None and not node.run.summary.exists()):
+        return ""
+    at = f"at step {found.state.version.number}" if found.state else "finished"
+    return f"{node.run.path} holds a run {at}: continue it with --resume, or choose another --run"
 
 
 def main(node: Node) -> int:
@@ -400,7 +656,10 @@ def main(node: Node) -> int:
     config = node.config
     torch.set_num_threads(config.trainer.threads or torch.get_num_threads())
     claim = node.run.claim(node.name)
-    found = _found(node)
+    found = checkpoint.newest(node.run.checkpoints)
+    refusal = _refusal(node, found)
+    if refusal and not node.run.others():
+        raise ValueError(refusal)
     for text in found.skipped:
         node.log.warning(text)
     if node.resume and found.state is None:
@@ -410,19 +669,20 @@ def main(node: Node) -> int:
     task = load_task(config.task)
     data = Dataset(name=config.task.data, size=len(task.train), digest=task.digest, seed=config.run.seed)
     peer = node.peer()
-    trainer = Trainer(node, peer, policy, data, found)
-    reason = "failed"
+    trainer = Trainer(node, peer, policy, data, found if node.resume else checkpoint.Found(None, None), refusal)
+    reason = parting(None)
     try:
         node.join(peer)
         node.log.info("%s at %s, run directory %s, waiting for rollouts", node.name, peer.address, node.run.path)
-        code = trainer.run()
-        reason = "finished"
-        return code
-    except (Stopped, Slept) as e:
-        reason = "stopped" if isinstance(e, Stopped) else "slept"
-        trainer.save()
+        return trainer.run(node.trainers)
+    except BaseException as e:
+        reason = parting(e)
+        if isinstance(e, Stopped | Slept):
+            trainer.save()
         raise
     finally:
         trainer.publisher.close()
+        trainer.gradients.close()
+        trainer.progress.close()
         os.close(claim)
-        peer.leave(reason, linger_s=1.0 if reason == "finished" else 0.3)
+        peer.leave(reason, linger_s=1.0 if reason == parting(None) else 0.3)

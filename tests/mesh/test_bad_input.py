@@ -134,20 +134,6 @@ def test_what_is_found_later(later, case):
     assert "Traceback" in log.read_text()
 
 
-def test_a_peer_that_stays_alone_asks_to_be_tried_again(mesh):
-    alone = {role: mesh.start(role, set={"mesh.trainer_timeout_s": 1}, run=mesh.directory / role) for role in MISSING}
-    for role, process in alone.items():
-        assert process.ends() == 75
-        line = process.said.splitlines()[-1]
-        for text in (f"no {MISSING[role]} in the mesh", "mesh.trainer_timeout_s", f"--role {MISSING[role]}"):
-            assert text in line
-        assert "Traceback" not in process.said
-    mesh.leaves_nothing_running()
-
-
-MISSING = {"trainer": "rollout", "rollout": "trainer"}
-
-
 def test_a_local_mesh_whose_rollouts_all_fail_does_not_wait_for_others(mesh):
     up = mesh.up("--rollouts", "1", set={"task.reward": "nowhere:exact"})
     assert up.ends() == 1

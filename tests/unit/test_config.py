@@ -77,7 +77,7 @@ SECONDS = [
         *((f"{key}={value}", "at least 1") for key in (
             "run.steps", "task.train_prompts", "rollout.max_new_tokens", "rollout.groups_in_flight",
             "rollout.max_batch", "rollout.reward_workers", "trainer.groups_per_step", "trainer.micro_batch_tokens",
-            "weights.bucket_mib",
+            "weights.bucket_mib", "mesh.min_trainers", "mesh.min_rollouts",
         ) for value in (0, -1)),
         *((f"{key}=1", "at least 2") for key in ("trainer.group_size", "weights.probe_tokens")),
         *((f"{key}=-1", "at least 0") for key in (
