@@ -42,17 +42,24 @@ class _Bounded(logging.Filter):
         return True
 
 
-class _OneLine(logging.Formatter):
+class _Kept(logging.Formatter):
+    """What is said stays on one line, with whatever names others have given themselves; a traceback follows."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return " | ".join(super().formatMessage(record).splitlines())
+
+
+class _OneLine(_Kept):
     def format(self, record: logging.LogRecord) -> str:
         record.exc_info = None
         record.exc_text = None
-        return super().format(record).replace("\n", " | ")
+        return super().format(record)
 
 
 def setup(name: str, file: Path, *, stderr: bool = True) -> logging.Logger:
     """The logger ``mesh``, and those of the other rooms: INFO and above on stderr in one line, all in ``file``."""
     kept = logging.FileHandler(file, delay=False)
-    kept.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    kept.setFormatter(_Kept("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     handlers: list[logging.Handler] = [kept]
     if stderr:
         shown = logging.StreamHandler(sys.stderr)

@@ -6,7 +6,7 @@ from mesh import logs
 
 
 @pytest.fixture
-def log(tmp_path):
+def log(tmp_path, capsys):
     yield logs.setup("peer", tmp_path / "peer.log")
     for room in logs.ROOMS:
         logging.getLogger(room).handlers.clear()
@@ -32,3 +32,8 @@ def test_a_flood_of_lines_is_cut_and_counted_and_errors_pass(log, tmp_path, caps
     )
     assert kept[-1].endswith("later 9")
     assert len(capsys.readouterr().err.splitlines()) == len(kept)
+
+
+def test_a_name_with_line_breaks_makes_no_lines_of_its_own(log, tmp_path):
+    log.warning("%s joined", "peer\n2026-01-01 00:00:00.000 ERROR error: forged\r\u2028x")
+    assert len((tmp_path / "peer.log").read_text().splitlines()) == 1
