@@ -39,6 +39,9 @@ def _run_node(
     set_: Set = None,
     resume: Annotated[bool, typer.Option("--resume", help="Trainer: continue from the newest checkpoint.")] = False,
     name: Annotated[str, typer.Option("--name", help="Shown to others and in file names.")] = "",
+    trainers: Annotated[
+        int, typer.Option("--trainers", min=0, help="Trainer: how many start together; 0: look for others a moment.")
+    ] = 0,
 ) -> None:
     """One peer of the mesh, in the foreground."""
     from mesh.node import end, run_node
@@ -52,6 +55,7 @@ def _run_node(
             overrides=set_,
             resume=resume,
             name=name,
+            trainers=trainers,
         )
     )
 
@@ -60,6 +64,7 @@ def _run_node(
 def _up(
     config: Annotated[Path, typer.Argument(help="Settings, a TOML file.")],
     rollouts: Annotated[int, typer.Option("--rollouts", "-m", min=1, help="Rollout peers.")] = 2,
+    trainers: Annotated[int, typer.Option("--trainers", "-n", min=1, help="Trainer peers.")] = 1,
     run: Annotated[
         Path | None, typer.Option("--run", help="Run directory; default the first free runs/<name>.")
     ] = None,
@@ -75,13 +80,14 @@ def _up(
     ] = 0.0,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live view.")] = False,
 ) -> None:
-    """A whole mesh on this machine: one trainer, some rollouts, and a live view of them."""
+    """A whole mesh on this machine: trainers, rollouts, and a live view of them."""
     from mesh.local import up
 
     raise typer.Exit(
         up(
             config_path=config,
             rollouts=rollouts,
+            trainers=trainers,
             run=run,
             overrides=set_ or [],
             resume=resume,

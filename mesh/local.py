@@ -61,6 +61,7 @@ def up(
     *,
     config_path: Path,
     rollouts: int,
+    trainers: int,
     run: Path | None,
     overrides: list[str],
     resume: bool,
@@ -68,8 +69,8 @@ def up(
     add_rollout_at: float,
     plain: bool,
 ) -> int:
-    """Run the mesh of one trainer and some rollouts to the end. Returns the exit code: 0 only if the trainer finished
-    and its ledger closed."""
+    """Run a mesh of some trainers and rollouts to the end. Returns the exit code: 0 only if a trainer finished the run
+    and the ledger closed."""
     console = Console(soft_wrap=plain)  # a line stays one
     try:
         config = settings.load(config_path, overrides)
@@ -78,15 +79,15 @@ def up(
         directory = RunDir.make(run or fresh(Path("runs"), config.run.name))
         if not resume and directory.summary.exists():
             raise ValueError(f"{directory.path} holds a finished run; choose another with --run, or --resume it")
-        os.close(directory.claim("mesh up"))  # nobody else has it; the trainer takes it next
-        threads = launch.threads_for(0, 1 + rollouts)
+        os.close(directory.claim("mesh up", alone=True))  # nobody has it; the trainers take it next
+        threads = launch.threads_for(0, trainers + rollouts)
         config.trainer.threads = config.trainer.threads or threads
         config.rollout.threads = config.rollout.threads or threads
         directory.write_config(config)
         log = logs.setup("mesh-up", directory.logs / "mesh-up.log", stderr=False)
         name = f"view@{socket.gethostname()}"
         node = Node(role="observer", config=config, run=directory, name=name, launch=launch.detect(), log=log)
-        local = Local(node, console, rollouts, resume, kill_rollout_at, add_rollout_at, plain)
+        local = Local(node, console, trainers, rollouts, resume, kill_rollout_at, add_rollout_at, plain)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return exits.FAILURE
@@ -104,6 +105,7 @@ class Local:
         self,
         node: Node,
         console: Console,
+        trainers: int,
         rollouts: int,
         resume: bool,
         kill_at: float,
@@ -124,7 +126,9 @@ class Local:
         self.peer.every(0.5, self._look)
         self.peer.start()
         host = socket.gethostname()
-        self.children = [Child("trainer", f"trainer@{host}", node.run, ["--resume"] if resume else [])]
+        names = [f"trainer-{i}@{host}" for i in range(trainers)] if trainers > 1 else [f"trainer@{host}"]
+        arguments = ["--trainers", str(trainers), *(["--resume"] if resume else [])]
+        self.children = [Child("trainer", name, node.run, arguments) for name in names]
         self.children += [Child("rollout", f"rollout-{i}@{host}", node.run, []) for i in range(rollouts)]
         self.began = time.monotonic()
 
@@ -149,8 +153,7 @@ class Local:
         self.seen.status[sender] = (time.monotonic(), status)
 
     def watch(self) -> int:
-        """Until the trainer has ended: draw, do the planned kill and join, and notice who ended."""
-        trainer = self.children[0]
+        """Until the run is over: draw, do the planned kill and join, and notice who ended."""
         if self.plain:
             self.console.print(f"run directory {self.node.run.path}")
             while self._goes_on():
@@ -168,17 +171,25 @@ class Local:
             self.console.print("stopping: the peers save and leave; Ctrl-C again ends them at once")
             self.end()
             return exits.STOPPED
-        if trainer.code is None:
-            failed = self.children[1]
+        if not self._trained():
+            failed = next(c for c in self.children if c.role == "rollout")
             return self._failed(f"no rollout is left: {failed.name}: {failed.first_error()}")
-        return self._sum_up(trainer)
+        return self._sum_up()
+
+    def _of(self, role: str) -> list[Child]:
+        return [c for c in self.children if c.role == role]
+
+    def _trained(self) -> bool:
+        """Whether a trainer has finished the run, or none is left."""
+        codes = [c.code for c in self._of("trainer")]
+        return exits.FINISHED in codes or None not in codes
 
     def _goes_on(self) -> bool:
-        """Until the trainer has ended, the user stops it, or every rollout has failed by itself: then nobody would
-        come, and the reason is known."""
-        failed = all(c.code == exits.FAILURE for c in self.children if c.role == "rollout")
+        """Until the run is over, the user stops it, or every rollout has failed by itself: then nobody would come, and
+        the reason is known."""
+        failed = all(c.code == exits.FAILURE for c in self._of("rollout"))
         alone = failed and not self.peer.live("rollout")
-        return self.children[0].code is None and not self.node.stop.is_set() and not alone
+        return not self._trained() and not self.node.stop.is_set() and not alone
 
     def _pause(self, seconds: float) -> None:
         """Sleep, but look at the plan (kill, join) often enough to be on the step."""
@@ -207,8 +218,9 @@ class Local:
             self.console.print(f"step {step}: {text}", highlight=False)
 
     def _turn(self) -> None:
-        for child in self.children[1:]:
-            if child.code is not None and child.name not in self.seen.gone and child.code != exits.FINISHED:
+        for child in self.children:
+            if child.code not in (None, exits.FINISHED) and child.name not in self.seen.gone:
+                assert child.code is not None
                 killed = child.code < 0
                 how = (
                     f"killed by {signal.Signals(-child.code).name}"
@@ -219,8 +231,10 @@ class Local:
                 if self.plain:
                     self.console.print(f"{child.name} ended: {how}", highlight=False, markup=False)
 
-    def _sum_up(self, trainer: Child) -> int:
+    def _sum_up(self) -> int:
         run = self.node.run
+        trainers = self._of("trainer")
+        trainer = next((c for c in trainers if c.code == exits.FINISHED), trainers[0])
         if trainer.code != exits.FINISHED or not run.summary.exists():
             code = self._failed(f"{trainer.name} ended with exit code {trainer.code}: {trainer.first_error()}")
             return trainer.code if trainer.code and trainer.code > 0 else code
@@ -237,7 +251,7 @@ class Local:
 
     def end(self, grace_s: float = 8.0) -> None:
         """Nothing is left running: peers leave by themselves when the run is over, are asked to, or are killed."""
-        deadline = time.monotonic() + (3.0 if self.children[0].code == exits.FINISHED else 0.0)
+        deadline = time.monotonic() + (3.0 if exits.FINISHED in [c.code for c in self._of("trainer")] else 0.0)
         while time.monotonic() < deadline and any(c.code is None for c in self.children):
             time.sleep(0.05)
         for child in self.children:

@@ -62,6 +62,7 @@ class Node:
     launch: launch.Launch
     log: logging.Logger
     resume: bool = False
+    trainers: int = 0  # that start together; 0: nobody knows
     stop: Stop = field(default_factory=Stop)
 
     def __post_init__(self) -> None:
@@ -109,6 +110,7 @@ def run_node(
     overrides: list[str] | None = None,
     resume: bool = False,
     name: str = "",
+    trainers: int = 0,
 ) -> int:
     """Start one peer and work until the run is over. Returns the exit code; errors are one line on stderr, with the
     traceback in the peer's log."""
@@ -125,7 +127,7 @@ def run_node(
         where = f" (traceback in {log_file})"
         for warning in here.warnings:
             log.warning(warning)
-        node = Node(role=role, config=config, run=directory, name=name, launch=here, log=log, resume=resume)
+        node = Node(role, config, directory, name, here, log, resume=resume, trainers=trainers)
         node.stop.install()
         gc.disable()  # until all is loaded (Node.join): a sixth of the time that loading takes
         main = _main_of(role)

@@ -71,24 +71,39 @@ class RunDir:
     def term(self) -> Path:
         return self.path / "term"
 
-    def claim(self, name: str) -> int:
-        """Take the run for the trainer ``name`` until this process ends, before anything in it is read or written.
+    def claim(self, name: str, *, alone: bool = False) -> int:
+        """Hold the run for the trainer ``name`` until this process ends: together with other trainers, or ``alone``.
         Returns the descriptor that holds the claim; the system drops it with the process, however that ends.
 
-        Raises ValueError naming the trainer that has it."""
-        descriptor = os.open(self.path / "trainer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        Raises ValueError naming a trainer that has it, when it is wanted alone."""
+        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except OSError:
             holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
             raise ValueError(
-                f"{self.path} has a trainer already: {holder}; a mesh has one trainer so far: stop that one, or choose "
-                "another --run"
+                f"{self.path} is the directory of a run that goes on: {holder} trains there; add peers to it with "
+                "mesh-node --run, or choose another --run"
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{name}, process {os.getpid()}\n".encode(), 0)
         return descriptor
+
+    def others(self) -> bool:
+        """Whether a process besides this one holds a claim."""
+        descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+
+    @property
+    def _lock(self) -> Path:
+        return self.path / "trainer.lock"
 
     def write_config(self, config: settings.Config) -> None:
         write_whole(self.config, settings.dumps(config))
@@ -101,8 +116,15 @@ class RunDir:
             return 0
 
     def opened_term(self, counter: int) -> None:
-        """Keep a term's counter, synced, before its first version is published: it must never be used again."""
-        write_whole(self.term, f"{counter}\n")
+        """Keep a term's counter, synced, before its first version is published: it must never be used again. Several
+        trainers do so at once."""
+        descriptor = os.open(self.path / "term.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if counter > self.highest_term():
+                write_whole(self.term, f"{counter}\n")
+        finally:
+            os.close(descriptor)
 
 
 def fresh(runs: Path, name: str) -> Path:

@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,29 +145,37 @@ def restore(path: Path, policy: Policy, state: State) -> None:
     for file in sorted(path.glob("*.safetensors")):
         if file.name != OPTIMIZER:
             saved |= _tensors(file)
+    put_back(policy, state, saved, _tensors(path / OPTIMIZER), f"checkpoint {path}")
+
+
+def put_back(
+    policy: Policy, state: State, weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor], where: str
+) -> None:
+    """``restore`` from tensors; ``where`` they are from, for errors."""
     with torch.no_grad():
         filled = set()
         live = policy.named_state()
         for name in sorted(live):
-            if name in saved:
-                _fill(live[name], saved[name], name, path)
-                filled.add(_place(live[name]))
+            if name in weights:
+                _fill(live[name], weights[name], name, where)
+                filled.add(place_of(live[name]))
         for name in sorted(live):  # a tied name is saved once, under another name, in the same storage
-            if _place(live[name]) not in filled:
-                raise ValueError(f"checkpoint {path} has no tensor {name}: it is of another model")
-    load_optimizer(policy, _tensors(path / OPTIMIZER), path)
+            if place_of(live[name]) not in filled:
+                raise ValueError(f"{where} has no tensor {name}: it is of another model")
+    load_optimizer(policy, optimizer, where)
     policy.steps, policy.skipped = state.steps, state.skipped
     set_random_state(state.random)
 
 
-def _place(tensor: torch.Tensor) -> tuple:
+def place_of(tensor: torch.Tensor) -> tuple:
+    """Where its numbers are: alike for tied tensors."""
     return (tensor.data_ptr(), tensor.shape) if tensor.numel() else (id(tensor), tensor.shape)
 
 
-def _fill(live: torch.Tensor, saved: torch.Tensor, name: str, path: Path) -> None:
+def _fill(live: torch.Tensor, saved: torch.Tensor, name: str, where: str) -> None:
     if live.shape != saved.shape or live.dtype != saved.dtype:
         raise ValueError(
-            f"checkpoint {path}: {name} is {saved.dtype} {tuple(saved.shape)}, the model's {live.dtype} "
+            f"{where}: {name} is {saved.dtype} {tuple(saved.shape)}, the model's {live.dtype} "
             f"{tuple(live.shape)}; resume with the model.path and model.dtype it was made with"
         )
     live.copy_(saved)
@@ -193,7 +202,7 @@ def optimizer_tensors(policy: Policy) -> dict[str, torch.Tensor]:
     }
 
 
-def load_optimizer(policy: Policy, tensors: dict[str, torch.Tensor], where: Path | str = "optimizer state") -> None:
+def load_optimizer(policy: Policy, tensors: Mapping[str, torch.Tensor], where: Path | str = "optimizer state") -> None:
     """The inverse of ``optimizer_tensors``. Raises ValueError for a parameter the model does not have, or another
     shape."""
     policy.optimizer.state.clear()

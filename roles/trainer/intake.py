@@ -16,7 +16,6 @@ One of several trainers calls, in this order:
 """
 
 import collections
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +37,6 @@ from transport.messages import Ask, Completion, CreditId, Delivery, Group
 
 TICK_S = 0.1
 MOST_CLOSED = 4096  # prompts given up that wait to be told; of more the others hear when they give up on them
-PATIENCE_S = 0.2  # between two looks at whether waiting still makes sense
 
 
 class Intake:
@@ -56,8 +54,7 @@ class Intake:
         self.closed: dict[tuple[int, int], ClosedPrompt] = {}  # not told to the other trainers yet
         self.superseded: list[Group] = []
         self.failures: collections.Counter[str] = collections.Counter()
-        self.arrived = threading.Condition()
-        self.arrivals = 0
+        self.arrived: Callable[[], None] = lambda: None  # called when something came that ``take`` may find
         peer.on(Ask, self._message)
         peer.on(Delivery, self._delivery)
         peer.on_members(self._members)
@@ -80,7 +77,7 @@ class Intake:
     def _members(self) -> None:
         rollouts = [card.id for card in self.peer.live("rollout")]
         self._do(self.delivery.rollouts(rollouts, time.monotonic()))
-        self._wake()
+        self.arrived()
 
     def _do(self, effects: Sequence[Any]) -> None:
         for effect in effects:
@@ -94,7 +91,7 @@ class Intake:
                     self.peer.send(to, message, bulk=bulk)
                 case Held(rollout, credit, group):
                     self.buffer.put(rollout, credit, group)
-                    self._wake()
+                    self.arrived()
                 case Dropped(credit, _):
                     self._drop(credit)
                 case Evaluated(prompt, version, group):
@@ -107,26 +104,16 @@ class Intake:
         self.superseded += [taken.group] if taken else [t.group for t in self.buffer if t.credit.id == credit]
         self.buffer.drop(credit)
 
-    def _wake(self) -> None:
-        with self.arrived:
-            self.arrivals += 1
-            self.arrived.notify_all()
-
     # ------------------------------------------------------------------------------------------------------------------
     # Main thread
     # ------------------------------------------------------------------------------------------------------------------
 
-    def batch(self, n: int, version: Version, lineage: Lineage, patience: Callable[[], None]) -> list[Trajectory]:
-        """*main*: the ``n`` oldest admissible groups, once there are so many. ``patience`` is called several times a
-        second while they are missing; it raises when waiting has become pointless."""
-        while True:
-            seen = self.arrivals
-            taken = self.peer.call(lambda: self._take(n, version, lineage))
-            if taken:
-                return taken
-            patience()
-            with self.arrived:
-                self.arrived.wait_for(lambda seen=seen: self.arrivals != seen and len(self.buffer) >= n, PATIENCE_S)
+    def take(self, version: Version, lineage: Lineage) -> list[Trajectory]:
+        """*main*: this trainer's share of the step from ``version``: its oldest admissible groups, once there are so
+        many; empty before."""
+        if len(self.buffer) < self.share:
+            return []
+        return self.peer.call(lambda: self._take(self.share, version, lineage))
 
     def _take(self, n: int, version: Version, lineage: Lineage) -> list[Trajectory]:
         if self.buffer.ready(version, lineage) < n:
@@ -225,7 +212,7 @@ class Intake:
             for trajectory in again:
                 self.buffer.put_back(trajectory)
             self._do(self.delivery.put_back([t.credit.id for t in again], time.monotonic()))
-            self._wake()
+            self.arrived()
 
         self.peer.call(run)
 
@@ -320,6 +307,11 @@ class Intake:
         """*main*: whether an evaluation is under way."""
         state = self.delivery.evaluation_state()
         return state is not None and not state.complete
+
+    def close(self) -> None:
+        """*main*: every step is made, and another trainer finishes the run: what is open here is lost."""
+        self.peer.call(lambda: self._do(self.delivery.close(time.monotonic())))
+        self.ledger.sync()
 
     def finish(self) -> None:
         """*main*: the run is over; rollouts are told to leave, what is open ends as lost."""

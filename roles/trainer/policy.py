@@ -12,7 +12,7 @@ thread-safe: one thread owns it. Threads of torch are set by the caller.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,8 +82,11 @@ class Policy:
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def accumulate(self, samples: Sequence[Sample], threshold: DriftThreshold) -> Scores:
+    def accumulate(
+        self, samples: Sequence[Sample], threshold: DriftThreshold, given_up: Callable[[], bool] = lambda: False
+    ) -> Scores | None:
         """Forward and backward over the batch: leaves the gradient of N x L, summed over these samples, in ``.grad``.
+        None, and nothing of use there, when ``given_up``, which is asked between two micro-batches.
 
         A failure is masked by what this forward says of it; those masked whatever it says (too old under ``age``, cut
         under ``mask_truncated``) are scored without a backward pass. With nothing to teach the gradient is zero."""
@@ -105,6 +108,8 @@ class Policy:
         for silent in (False, True):
             members = [i for i in taught if (cut[i] or old[i]) == silent]
             for batch in micro_batches(samples, members, self.settings.trainer.micro_batch_tokens):
+                if given_up():
+                    return None
                 with torch.set_grad_enabled(not silent):
                     self._one(batch, samples, scores, rule)
         for i in taught:
