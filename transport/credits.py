@@ -248,6 +248,10 @@ class TrainerDelivery:
         effects += self._sweep()[0]
         return effects + self._serve(now, list(self._rollouts))
 
+    def close(self, now: float) -> list[Any]:
+        """Every step is made: what is open is lost. Rollouts stay, for the trainer that finishes the run."""
+        return self._end(list(self._open), "lost", "the run is over") + self._serve(now, list(self._rollouts))
+
     def finish(self, now: float) -> list[Any]:
         """The run is over: what is open is lost, every rollout is told to leave, now and whenever it asks."""
         self.finished = True
