@@ -104,6 +104,14 @@ class Process:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} has not ended after {timeout_s:.0f} s; it said:\n{self.said}") from None
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def memory(self) -> int:
+        """Bytes of it that are in memory, those of its children not counted."""
+        return psutil.Process(self.pid).memory_info().rss
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
