@@ -312,12 +312,13 @@ class Membership:
 
     def _advance(self, now: float) -> None:
         gap_s = now - self._now
-        if not self.over and self.asleep(now):
-            self.over = True
-            self._effects.append(Asleep(gap_s))
-        elif gap_s > self.preset.ack_s:
-            self.prober.late()
-            self.roster.excuse(gap_s)
+        if gap_s > self.preset.ack_s and not self.over:
+            if self.asleep(now):
+                self.over = True
+                self._effects.append(Asleep(gap_s))
+            else:
+                self.prober.late()
+                self.roster.excuse(gap_s)
         self._now = max(now, self._now)
 
     def _step_gossip(self) -> None:

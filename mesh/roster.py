@@ -106,6 +106,8 @@ def part_of(peer: PeerId) -> int:
 
 def objection(card: PeerCard, me: PeerCard, protocol: int = PROTOCOL) -> str:
     """Why ``card`` cannot be of the mesh of ``me``; empty when it can. Observers do no work: nothing must agree."""
+    if protocol == PROTOCOL and card.agreed == me.agreed:
+        return ""
     both = f"between {card.name} on {card.host} and {me.name} on {me.host}"
     if protocol != PROTOCOL:
         return f"protocols {protocol} and {PROTOCOL} differ {both}: install the same mesh-node on both"

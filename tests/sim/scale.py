@@ -23,7 +23,8 @@ from transport.endpoint import CONNECTIONS
 from transport.messages import Envelope, News, Welcome
 
 AGREED = dict.fromkeys(("run", "model", "task", "trainer"), "0" * 16)  # digests as long as real ones
-QUIET_S = 60.0
+WARM_S = 20.0  # for connections to be opened, and rounds to mix
+QUIET_S = 30.0
 WITHIN_S = 60.0  # for a change to be known everywhere, and for its news to die out
 LOOK_S = 0.1  # between two looks at who knows
 
@@ -130,13 +131,13 @@ class Scale(World):
         return sum(bool(node.membership.roster.fresh) for node in self.living)
 
 
-def measure(size: int, seed: int = 0, preset: Preset = LAN, quiet_s: float = QUIET_S) -> Figures:
+def measure(size: int, seed: int = 0, preset: Preset = LAN) -> Figures:
     """Raises Failure when somebody who lives is taken for dead, or a change does not get everywhere."""
     world = Scale(size, seed, preset)
-    world.run(quiet_s)  # connections are opened
-    before, began = world.spent(), world.now
-    world.run(world.now + quiet_s)
-    a_second = world.spent().less(before).times(1 / quiet_s)
+    world.run(WARM_S)
+    before = world.spent()
+    world.run(world.now + QUIET_S)
+    a_second = world.spent().less(before).times(1 / QUIET_S)
 
     def cost(before: Spent, began: float) -> Spent:
         world.until(world.telling, "the news does not die out")
