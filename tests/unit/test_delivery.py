@@ -2,16 +2,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from mesh.config import Trainer
 from mesh.effects import Note, Send
 from mesh.version import Ballot, Lineage, Version
 from roles.trainer.dataset import Dataset
-from transport.accounts import Closed, Ended, Issued, Trained
+from transport.accounts import Closed, ClosedPrompt, Committed, Ended, Issued, Row, RowGroup, Trained
 from transport.credits import TrainerDelivery
-from transport.delivery import Abort, Dropped, Evaluated, Held, Record, RolloutDelivery, RunOver, Start, admits
+from transport.delivery import (
+    ORPHAN_S,
+    Abort,
+    Dropped,
+    Evaluated,
+    Held,
+    Record,
+    RolloutDelivery,
+    RunOver,
+    Start,
+    admits,
+)
 from transport.evaluation import PASSED
 from transport.messages import (
+    MAX_ORPHANS,
     Answer,
     Ask,
     Completion,
@@ -348,6 +361,172 @@ def test_the_end_of_the_run_reaches_every_rollout_and_closes_the_accounts():
     assert said.credits == []
 
 
+# -- several trainers, the trainer's end -------------------------------------------------------------------------------
+
+
+def data_of(trainer: TrainerDelivery) -> Dataset:
+    return trainer._prompts
+
+
+def orphan(prompt: int, *, version: Version | None = None, id: int = 7, size: int = 2, epoch: int = 0) -> Orphan:
+    return Orphan(("dead", id), epoch, prompt, size, version or v(0))
+
+
+def offer(trainer: TrainerDelivery, *orphans: Orphan, free: int = 0) -> tuple[list[Credit], list]:
+    effects = trainer.receive("r", Ask(100, 0, free, [], [], {}, list(orphans)), 1.0)
+    return answer(effects).credits, effects
+
+
+def share_with(trainer: TrainerDelivery, *members: str, me: str = "t") -> list:
+    data_of(trainer).deal(members, me)
+    return trainer.dealt()
+
+
+def test_a_trainer_orders_its_share_and_nothing_while_it_has_more_than_that():
+    trainer, peer = make_trainer(groups_per_step=8, max_lag=1), Peer()
+    trainer.window.size = 16
+    assert len(peer.ask(trainer, free=10)[0].credits) == 10
+    trainer.share(3)
+    assert (trainer.limit, trainer.window.size) == (6, 6)
+    said = answer(trainer.advance(v(0), LINEAGE, 1.0))
+    assert (said.share, said.credits) == (3, [])
+    peer.ask(trainer, answered=said.seq, free=10, held=range(10))
+    loads = []
+    for id in range(7):
+        trainer.receive("r", Delivery(id, None, "x"), 2.0)
+        loads.append(trainer.load)
+    assert loads == [9, 8, 7, 6, 6, 6, 6]
+
+
+def test_a_trainer_without_a_share_orders_nothing_and_has_its_window_again_with_the_next():
+    trainer, peer = make_trainer(), Peer()
+    trainer.share(0)
+    assert peer.ask(trainer, free=5)[0].credits == []
+    trainer.share(2)
+    assert len(answer(trainer.advance(v(1), LINEAGE, 2.0)).credits) == 2
+
+
+def test_credits_whose_prompts_went_to_another_trainer_end_wherever_they_are():
+    trainer, peer = make_trainer(max_lag=2), Peer()
+    trainer.window.size = 12
+    said, _ = peer.ask(trainer, free=12)
+    for c in said.credits[:8]:
+        peer.deliver(trainer, c)
+    trainer.take([c.id for c in said.credits[:4]], 1.0)
+    effects = share_with(trainer, "t", "u")
+    gone = [c.id for c in said.credits if not data_of(trainer).owns(c.epoch, c.prompt)]
+    assert 0 < len(gone) < 12
+    assert records(effects, Ended) == [Ended("superseded", gone, "dealt to another trainer")]
+    assert [e.credit for e in effects if isinstance(e, Dropped)] == [id for id in gone if id < 8]
+    again = answer(trainer.advance(v(0), LINEAGE, 2.0))
+    peer.ask(trainer, answered=again.seq, held=[id for id in gone if id >= 8], kept=[])
+    assert trainer.accounts.closes()
+    assert all(data_of(trainer).owns(c.epoch, c.prompt) for c in again.credits)
+
+
+def test_a_step_is_recorded_for_all_and_what_others_trained_ends_here():
+    trainer, peer = make_trainer(max_lag=1), Peer()
+    said, _ = peer.ask(trainer, free=4)
+    first, second, third, _ = said.credits
+    peer.deliver(trainer, first)
+    trainer.take([first.id], 1.0)
+    data_of(trainer).mark_trained(0, second.prompt)
+    data_of(trainer).mark_closed(0, third.prompt, "too slow")
+    rows = {
+        "t": Row([RowGroup(first.id, 0, first.prompt, 6, 2, 1)]),
+        "u": Row([RowGroup(9, 0, second.prompt, 4)], [ClosedPrompt(0, third.prompt, "too slow")]),
+    }
+    effects = trainer.committed(rows, "t")
+    assert [e.entry for e in effects] == [Committed(v(0), rows), Trained([first.id], v(0), [2], [1])]
+    ended = records(trainer.dealt(), Ended)
+    assert [(e.ids, e.why) for e in ended] == [
+        ([second.id], "trained by another trainer"),
+        ([third.id], "closed by another trainer"),
+    ]
+    effects = trainer.advance(v(1), LINEAGE, 2.0)
+    assert not {second.prompt, third.prompt} & {c.prompt for c in answer(effects).credits}
+
+
+def test_groups_of_a_gradient_that_was_given_up_are_held_again_while_they_are_fresh():
+    trainer, peer = make_trainer(max_lag=1), Peer()
+    said, _ = peer.ask(trainer, free=2)
+    for c in said.credits:
+        peer.deliver(trainer, c)
+    ids = [c.id for c in said.credits]
+    trainer.take(ids, 1.0)
+    trainer.advance(v(1), LINEAGE, 2.0)  # the others made the step without this trainer
+    assert records(trainer.put_back(ids, 3.0), Ended) == []
+    trainer.take(ids[:1], 4.0)
+    trainer.advance(v(2), LINEAGE, 5.0)
+    assert records(trainer.put_back(ids[:1], 6.0), Ended) == [Ended("superseded", [ids[0]], "age")]
+
+
+def test_a_trainer_that_was_left_behind_supersedes_all_and_orders_nothing_before_it_has_new_weights():
+    trainer, peer = make_trainer(), Peer()
+    said, _ = peer.ask(trainer, free=4)
+    peer.deliver(trainer, said.credits[0])
+    peer.deliver(trainer, said.credits[1])
+    trainer.take([said.credits[0].id], 1.0)
+    effects = trainer.restart(2.0)
+    assert records(effects, Ended) == [Ended("superseded", [0, 1, 2, 3], "lineage")]
+    assert answer(effects).share == 0
+    assert trainer.receive("r", Ask(100, 9, 4, [], []), 3.0) == []
+    new = Ballot(2, "u")
+    trainer.share(4)
+    effects = trainer.advance(v(5, new), LINEAGE.open(new, 3), 4.0)
+    assert len(answer(effects).credits) == 4
+    assert trainer.accounts.groups["superseded"] == 4
+
+
+def test_an_orphan_is_adopted_by_the_owner_before_any_new_prompt_and_needs_no_free_place():
+    trainer = make_trainer()
+    share_with(trainer, "t", "u")
+    theirs, mine = (next(p for p in range(1000) if data_of(trainer).owns(0, p) is own) for own in (False, True))
+    credits, effects = offer(trainer, orphan(theirs, id=1), orphan(mine, id=2), free=0)
+    (credit,) = credits
+    assert (credit.adopts, credit.prompt, credit.min_version) == (("dead", 2), mine, v(0))
+    assert records(effects, Issued)[0].adopts == ("dead", 2)
+    assert trainer.load == trainer.counts["adopted"] == 1
+    effects = Peer().deliver(trainer, credit)
+    assert any(isinstance(e, Held) for e in effects)
+
+
+def test_an_orphan_is_adopted_once_however_often_it_is_offered():
+    trainer = make_trainer()
+    assert len(offer(trainer, orphan(3))[0]) == 1
+    again = trainer.receive("r", Ask(101, 0, 0, [], [], {}, [orphan(3), orphan(3, id=8)]), 1.0)
+    assert answer(again).credits == []
+    lost = trainer.receive("r", Ask(102, 2, 0, [], [], {}, [orphan(3)]), 1.0)  # the credit did not arrive
+    assert [c.adopts for c in answer(lost).credits] == [("dead", 7)]
+
+
+@pytest.mark.parametrize("why", ["trained", "closed", "out", "old", "lineage", "size", "epoch", "no place"])
+def test_an_orphan_that_must_not_be_trained_is_not_adopted(why):
+    trainer, peer = make_trainer(start=5, max_lag=1), Peer()
+    data, found = data_of(trainer), orphan(3, version=v(5))
+    match why:
+        case "trained":
+            data.mark_trained(0, 3)
+        case "closed":
+            data.mark_closed(0, 3, "too slow")
+        case "out":
+            data.claim(0, 3)
+        case "old":
+            found = orphan(3, version=v(3))
+        case "lineage":
+            found = orphan(3, version=v(5, Ballot(9, "x")))
+        case "size":
+            found = orphan(3, version=v(5), size=3)
+        case "epoch":
+            found = orphan(3, version=v(5), epoch=9)
+        case "no place":
+            peer.ask(trainer, free=4)
+    assert offer(trainer, found)[0] == []
+    if why == "no place":
+        effects = trainer.receive("r", Delivery(0, None, "x"), 1.0)
+        assert [c.adopts for c in answer(effects).credits] == [("dead", 7)]
+
+
 # -- evaluation --------------------------------------------------------------------------------------------------------
 
 
@@ -542,6 +721,111 @@ def test_the_end_of_the_run_is_told_once():
     assert rollout.run_over
 
 
+# -- several trainers, the rollout's end -------------------------------------------------------------------------------
+
+
+def orphaned(versions: tuple[Version, ...] = (v(0),), **settings) -> RolloutDelivery:
+    """A rollout that keeps one group for each version, of trainer "t" that is gone; "u" lives."""
+    rollout = RolloutDelivery(places=8, **settings)
+    rollout.trainers(["t", "u"], 0.0)
+    rollout.receive("t", say(1, [credit(i) for i in range(len(versions))]), 1.0)
+    for i, version in enumerate(versions):
+        rollout.finished("t", i, group(version), 2.0)
+    rollout.trainers(["u"], 3.0)
+    return rollout
+
+
+def offered(rollout: RolloutDelivery, now: float) -> list[Orphan]:
+    return asks(rollout.tick(now))["u"].orphans
+
+
+def adoption(id: int, of: int) -> Credit:
+    return replace(credit(id), adopts=("t", of))
+
+
+def test_an_adopted_group_is_delivered_at_once_under_its_new_credit_and_takes_no_place():
+    rollout = orphaned((v(0), v(0)))
+    rollout.places = 0
+    effects = rollout.receive("u", say(1, [adoption(40, of=1)]), 4.0)
+    sent = effects[0]
+    assert (sent.to, sent.bulk, sent.message.credit) == ("u", True, 40)
+    assert sent.message.group.started == v(0)
+    ask = asks(effects)["u"]
+    assert (ask.kept, ask.held, [o.name for o in ask.orphans]) == ([40], [], [("t", 0)])
+    assert rollout.receive("u", say(2, again=[40]), 5.0)[0] == sent
+    rollout.receive("u", say(3, verdicts=[Verdict(40, "trained")]), 6.0)
+    assert rollout.kept == 0
+
+
+def test_an_adopted_group_is_an_orphan_again_when_that_trainer_goes_too():
+    rollout = orphaned()
+    rollout.receive("u", say(1, [adoption(40, of=0)]), 4.0)
+    assert asks(rollout.trainers(["w"], 5.0))["w"].orphans == [Orphan(("u", 40), 0, 40, 2, v(0))]
+
+
+def test_a_group_that_is_gone_cannot_be_adopted():
+    rollout = orphaned()
+    effects = rollout.receive("u", say(1, [adoption(40, of=5)]), 4.0)
+    ask = asks(effects)["u"]
+    assert (ask.held, ask.kept, ask.answered, ask.returned) == ([], [], 1, {"the group is gone": 1})
+
+
+def test_a_trainer_that_was_only_taken_for_gone_gets_its_groups_back():
+    rollout = orphaned()
+    effects = rollout.trainers(["t", "u"], 4.0)
+    assert asks(effects)["t"].kept == [0]
+    assert rollout.orphans == 0
+    rollout.receive("t", say(2, verdicts=[Verdict(0, "trained")]), 5.0)
+    assert rollout.kept == 0
+
+
+def test_failures_and_evaluations_of_a_dead_trainer_are_no_orphans():
+    rollout = RolloutDelivery(places=3)
+    rollout.trainers(["t"], 0.0)
+    rollout.receive("t", say(1, [credit(1), replace(credit(2), evaluation=True)]), 1.0)
+    rollout.failed("t", 1, "x", 2.0)
+    rollout.finished("t", 2, group(v(0)), 2.0)
+    rollout.trainers([], 3.0)
+    assert rollout.orphans == 0
+
+
+def test_orphans_that_nobody_adopts_are_dropped_in_time_and_the_oldest_when_there_are_too_many():
+    rollout = orphaned()
+    assert len(offered(rollout, 3.0 + ORPHAN_S - 0.1)) == 1
+    assert offered(rollout, 3.0 + ORPHAN_S + 1.0) == []
+    many = RolloutDelivery(places=1000)
+    many.trainers(["t"], 0.0)
+    many.receive("t", say(1, [credit(i) for i in range(MAX_ORPHANS + 5)]), 1.0)
+    for i in range(MAX_ORPHANS + 5):
+        many.finished("t", i, group(v(100 - i % 100)), 2.0)
+    many.trainers(["u"], 3.0)
+    assert many.orphans == MAX_ORPHANS
+    assert many.counts["dropped"] == 5
+    assert min(o.oldest.number for o in offered(many, 5.0)) == 3
+
+
+def test_orphans_that_no_trainer_can_use_any_more_are_dropped():
+    rollout = orphaned((v(0), v(3)), max_lag=2)
+    rollout.receive("u", Answer(1, [], [], [], [], v(2), LINEAGE), 4.0)
+    assert [o.oldest for o in offered(rollout, 5.0)] == [v(0), v(3)]
+    rollout.receive("u", Answer(2, [], [], [], [], v(3), LINEAGE), 5.0)
+    assert [o.oldest for o in offered(rollout, 7.0)] == [v(3)]
+    new = Ballot(2, "u")
+    rollout.receive("u", Answer(3, [], [], [], [], v(1, new), LINEAGE.open(new, 1)), 7.0)
+    assert offered(rollout, 9.0) == []
+
+
+def test_free_places_go_to_trainers_by_what_they_put_into_a_step():
+    rollout = RolloutDelivery(places=12)
+    rollout.trainers(["a", "b", "idle"], 0.0)
+    for name, share in (("a", 6), ("b", 3), ("idle", 0)):
+        rollout.receive(name, Answer(1, [], [], [], [], v(0), LINEAGE, share=share), 0.5)
+    assert [ask.free for ask in asks(rollout.tick(2.0)).values()] == [8, 4, 0]
+    rollout.places = 10
+    sums = [sum(ask.free for ask in asks(rollout.tick(float(now))).values()) for now in (4, 5)]
+    assert sums == [10, 10]
+
+
 # -- the window --------------------------------------------------------------------------------------------------------
 
 
@@ -554,6 +838,16 @@ def test_the_window_grows_while_the_trainer_waits_for_want_of_orders_and_shrinks
     assert sizes == [40, 48, 48, 46, 44]
     window.step(1.0, limited=False)  # every rollout is busy: more orders would only wait
     assert window.size == 44
+
+
+def test_a_window_of_another_share_has_as_many_batches_in_it():
+    window = Window(groups_per_step=32, max_lag=3, wait_target=0.05)
+    window.size = 64
+    sizes = []
+    for share in (16, 8, 24, 0, 5):
+        window.resize(share)
+        sizes.append((window.size, window.ceiling))
+    assert sizes == [(32, 64), (16, 32), (48, 96), (0, 0), (5, 20)]
 
 
 @pytest.mark.parametrize("max_lag", [0, 3])
