@@ -9,8 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.version import Ballot, Lineage, Version
-from roles.trainer.ledger import Ledger, close_dead, replay
-from transport.accounts import Accounts, Closed, Delivered, Descends, Ended, Issued, Opened, Trained
+from roles.trainer.ledger import Ledger, close_all_dead, close_dead, replay
+from transport.accounts import (
+    Accounts,
+    Closed,
+    Committed,
+    Delivered,
+    Descends,
+    Ended,
+    Issued,
+    Opened,
+    Row,
+    RowGroup,
+    Trained,
+)
 
 T1, T2 = Ballot(1, "a"), Ballot(2, "b")
 LINE1 = Lineage(((T1, 0),))
@@ -200,3 +212,143 @@ def test_accounts_close_after_any_history_and_refuse_without_change_what_contrad
             assert str(accounts) == before
         assert accounts.closes()
         assert accounts.groups["in_flight"] == len(accounts.open)
+
+
+# -- several trainers --------------------------------------------------------------------------------------------------
+
+
+def committed(number: int, term: Ballot = T1, **rows: list[RowGroup]) -> Committed:
+    return Committed(Version(term, number), {peer: Row(groups) for peer, groups in rows.items()})
+
+
+def delivered(id: int, tokens: int = 10) -> list:
+    return [issued(id), Delivered(id=id, tokens=tokens)]
+
+
+def test_a_trainer_that_died_after_its_step_was_reduced_is_closed_by_what_the_others_say(tmp_path):
+    dead = write(tmp_path / "t.jsonl", Descends(lineage=LINE1), *delivered(1), *delivered(2), *delivered(3), issued(4))
+    write(tmp_path / "u.jsonl", committed(3, t=[RowGroup(1, 0, 1, 10, 4, 1), RowGroup(2, 0, 2, 10)]), peer="u")
+    assert close_dead(dead) == 4
+    assert dead.read_text().splitlines()[-2:] == [
+        '{"is":"Trained","ids":[1,2],"version":[[1,"a"],3],"masked":[4,0],"failed":[1,0]}',
+        '{"is":"Ended","outcome":"lost","ids":[3,4],"why":"its trainer died"}',
+    ]
+    result = replay(tmp_path.glob("*.jsonl"), LINE1)
+    assert result.groups == {"issued": 4, "trained": 2, "superseded": 0, "failed": 0, "lost": 2, "in_flight": 0}
+    assert (result.tokens["trained"], result.tokens["masked"], result.tokens["failed"]) == (15, 4, 1)
+    assert result.closes()
+    assert close_dead(dead) == 0
+
+
+def test_the_record_of_a_trainer_that_lives_is_not_closed_by_others(tmp_path):
+    path = tmp_path / "t.jsonl"
+    ledger = Ledger(path, peer="t", run="run")
+    ledger.append(issued(1))
+    assert close_dead(path) == 0
+    assert replay([path]).groups["in_flight"] == 1
+    ledger.close()
+    assert close_dead(path) == 1
+
+
+def test_the_first_id_that_no_trainer_used_is_found_while_others_live(tmp_path):
+    write(tmp_path / "a.jsonl", *delivered(6), peer="a")
+    live = Ledger(tmp_path / "b.jsonl", peer="b", run="run", first_id=7)
+    live.append(issued(9))
+    assert close_all_dead(tmp_path) == 10
+    live.append(Ended(outcome="failed", ids=[9], why="x"))
+    live.close()
+    assert replay(tmp_path.glob("*.jsonl")).groups["lost"] == 1
+
+
+def test_a_killed_trainer_lets_go_of_its_record(tmp_path):
+    path = tmp_path / "t.jsonl"
+    code = (
+        "import sys, time; from roles.trainer.ledger import Ledger; from transport.accounts import Issued\n"
+        "ledger = Ledger(sys.argv[1], peer='t', run='run')\n"
+        "ledger.append(Issued(id=1, to='r', epoch=0, prompt=1, attempt=0)); print('on', flush=True); time.sleep(60)\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"on\n"
+        assert close_dead(path) == 0
+    finally:
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait(10)
+        owner.stdout.close()
+    assert close_dead(path) == 1
+
+
+def test_what_was_trained_into_weights_that_the_mesh_has_left_is_superseded(tmp_path):
+    a, b = two_trainers(tmp_path, first=7)
+    final = LINE1.open(T2, 7)
+    result = replay([a, b], final)
+    assert (result.groups["trained"], result.groups["superseded"]) == (1, 1)
+    assert (result.tokens["trained"], result.tokens["superseded"]) == (1, 1)
+    assert result.closes()
+    assert result.accounts.reasons == {"superseded: lineage": 1}
+    assert replay([a, b]).groups["trained"] == 2
+
+
+@pytest.mark.parametrize("outcome", ["superseded", "lost", "in_flight"])
+def test_a_group_that_the_others_applied_is_trained_whatever_its_trainer_wrote(tmp_path, outcome):
+    end = [] if outcome == "in_flight" else [Ended(outcome=outcome, ids=[1], why="lineage")]
+    left = write(tmp_path / "t.jsonl", Descends(lineage=LINE1), *delivered(1), *end)
+    rows = committed(3, t=[RowGroup(1, 0, 1, 10, 2)])
+    others = [write(tmp_path / f"{p}.jsonl", Descends(lineage=LINE1), rows, peer=p) for p in ("u", "v")]
+    result = replay([left, *others], LINE1)
+    assert result.groups == {"issued": 1, "trained": 1, "superseded": 0, "failed": 0, "lost": 0, "in_flight": 0}
+    assert (result.tokens["trained"], result.tokens["masked"], result.tokens["held"]) == (8, 2, 0)
+    assert result.closes()
+    assert result.accounts.reasons.get(f"{outcome}: lineage", 0) == 0
+
+
+def test_a_step_that_only_the_lost_half_applied_leaves_no_trace_in_the_accounts(tmp_path):
+    """Its trainer came back to the others, which did not have that step."""
+    end = Ended(outcome="superseded", ids=[1], why="lineage")
+    line = LINE1.open(T2, 3)
+    t = write(tmp_path / "t.jsonl", Descends(lineage=LINE1), *delivered(1), end)
+    u = write(tmp_path / "u.jsonl", Descends(lineage=LINE1), committed(3, t=[RowGroup(1, 0, 1, 10)]), peer="u")
+    w = write(tmp_path / "w.jsonl", Descends(lineage=line), *delivered(1), trained(1, number=3, term=T2), peer="w")
+    result = replay([t, u, w], line)
+    assert (result.groups["trained"], result.groups["superseded"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("group", "what"),
+    [
+        (RowGroup(9, 0, 9, 10), "credit 9 of t trained, but it was never issued"),
+        (RowGroup(2, 0, 2, 10), "credit 2 of t trained, but it was never delivered"),
+        (RowGroup(1, 0, 5, 10), "credit 1 of t was issued for another prompt"),
+        (RowGroup(1, 1, 1, 10), "credit 1 of t was issued for another prompt"),
+    ],
+)
+def test_a_row_that_contradicts_the_record_of_its_trainer_is_named(tmp_path, group, what):
+    t = write(tmp_path / "t.jsonl", *delivered(1), issued(2))
+    u = write(tmp_path / "u.jsonl", committed(0, t=[group], gone=[RowGroup(1, 0, 1, 10)]), peer="u")
+    with pytest.raises(ValueError, match=rf"u\.jsonl:2: {what}"):
+        replay([t, u])
+
+
+def test_a_prompt_trained_by_two_trainers_in_one_epoch_is_a_contradiction_by_the_rows_alone(tmp_path):
+    t = write(tmp_path / "t.jsonl", *delivered(1))
+    u = write(
+        tmp_path / "u.jsonl", *delivered(1), committed(0, t=[RowGroup(1, 0, 1, 10)]), trained(1, number=4), peer="u"
+    )
+    with pytest.raises(ValueError, match=r"prompt 1 trained twice in epoch 0 on one lineage"):
+        replay([t, u])
+
+
+def test_a_credit_in_two_steps_of_one_lineage_is_a_contradiction(tmp_path):
+    t = write(tmp_path / "t.jsonl", *delivered(1))
+    rows = {"t": [RowGroup(1, 0, 1, 10)]}
+    u = write(tmp_path / "u.jsonl", committed(0, **rows), committed(1, **rows), peer="u")
+    with pytest.raises(ValueError, match="prompt 1 trained twice"):
+        replay([t, u])
+
+
+def test_a_prompt_that_was_given_up_by_one_and_trained_by_another_is_not_listed(tmp_path):
+    gave_up = [issued(1), Ended(outcome="failed", ids=[1], why="x"), Closed(epoch=0, prompt=1, why="x")]
+    t = write(tmp_path / "t.jsonl", *gave_up, Closed(epoch=0, prompt=2, why="x"))
+    u = write(tmp_path / "u.jsonl", *delivered(1), trained(1), Closed(epoch=0, prompt=2, why="x"), peer="u")
+    assert [(c.epoch, c.prompt) for c in replay([t, u]).closed] == [(0, 2)]
