@@ -47,12 +47,13 @@ from transport.accounts import Row
 from transport.formation import Formation, FormationBroken
 from transport.messages import Go, Member, Place, StateAsk, StateOffer, StateTaken, StateTell, StateTensors
 from transport.weights.mover import Build as BuildGroup
-from transport.weights.mover import Mover, peer_name
+from transport.weights.mover import Mover
 
 TICK_S = 0.05
 PIECE_BYTES = 64 << 20  # of one all-reduce operation
 PIECE_S = 15.0  # its deadline; a member known to be dead ends it at once
 SLOT_BYTES, SLOT_BYTES_A_GROUP = 40 << 10, 128  # prompts given up, and figures; a group's part of a row
+MOST_NAMES = 1024
 ALONE = "alone"  # the digest of a reduction that there was no need to make
 
 Event = Opened | Apply | Transfer | Loaded | LeftBehind | Diverged
@@ -123,6 +124,7 @@ class Gradients:
         self._highest_term, self._opened_term, self._wake = highest_term, opened_term, wake
         self._build = build
         self._mover = Mover(peer, self._built, self._formed, self._failed, name="mesh-gradients")
+        self._names: dict[PeerId, str] = {}
         self._go: Go | None = None
         self._contribution: Contribution | None = None
         self._reducing: Contribution | None = None  # in this formation; what it comes to may still be applied
@@ -154,7 +156,7 @@ class Gradients:
                 place,
                 time.monotonic(),
                 timing=timing(pieces, split_wait_s),
-                name=lambda p: peer_name(self.peer, p),
+                name=self.name_of,
                 expected=expected,
             )
             self._members()
@@ -254,9 +256,18 @@ class Gradients:
             self._run(self.company.receive(sender, message, time.monotonic()))
 
     def _members(self) -> None:
+        cards = self.peer.live("trainer")
+        for card in cards:
+            self._names.pop(card.id, None)
+            self._names[card.id] = f"{card.name}" if "@" in card.name else f"{card.name}@{card.host}"
+        while len(self._names) > MOST_NAMES:
+            del self._names[next(iter(self._names))]
         if self.company is not None:
-            live = [card.id for card in self.peer.live("trainer")]
-            self._run(self.company.live(live, time.monotonic()))
+            self._run(self.company.live([card.id for card in cards], time.monotonic()))
+
+    def name_of(self, peer: PeerId) -> str:
+        """``name@host`` of a trainer, also of one that is gone. Any thread."""
+        return self._names.get(peer, f"peer {peer}")
 
     def _tick(self) -> None:
         if self.company is None:
@@ -405,8 +416,8 @@ class Gradients:
             return
         if self._taking is None or self._taking.offer.ballot < offer.ballot:
             self._taking = Taking(sender, offer, self._state_bytes, time.monotonic())
-            self.peer.note(f"taking {offer.nbytes / 2**20:.1f} MiB of weights and optimizer at step {offer.step} from "
-                           f"{peer_name(self.peer, sender)}")  # fmt: skip
+            much = f"{offer.nbytes / 2**20:.1f} MiB"
+            self.peer.note(f"taking {much} of weights and optimizer at step {offer.step} from {self.name_of(sender)}")
 
     def _told(self, sender: PeerId, message: StateTell) -> None:
         if self._taking is not None:

@@ -391,15 +391,12 @@ class Trainer:
             self.wake.wait(WAIT_S)
         known = {self.peer.id: mine.digests} | {p: m.digests for p, m in self.gradients.tensors.items()}
         first = state.first_difference(list(digests), known)
-        names = ", ".join(f"{self._name_of(peer)} {digest}" for peer, digest in event.digests)
+        names = ", ".join(f"{self.gradients.name_of(peer)} {digest}" for peer, digest in event.digests)
         what = f"; the first tensor that differs is {first}" if first else ""
         raise GivenUp(
             f"{event.text}: {names}{what}; nothing was applied; start the trainers again with --resume, on one kind of "
             "machine and one version of torch"
         )
-
-    def _name_of(self, peer: str) -> str:
-        return next((card.name for card in self.peer.live("trainer") if card.id == peer), f"peer {peer}")
 
     def _departed(self, card: PeerCard, dead: bool, reason: str) -> None:
         """On the loop."""
