@@ -138,6 +138,22 @@ def problem(path: Path) -> str:
     return ""
 
 
+def restore_found(found: Found, policy: Policy) -> Found:
+    """Restore what ``newest`` found, and return it: or a newer one, when a trainer that lives has saved that one since
+    and deleted what was found. Raises ValueError as ``restore`` does."""
+    while True:
+        assert found.path is not None
+        assert found.state is not None
+        try:
+            restore(found.path, policy, found.state)
+            return found
+        except ValueError:
+            newer = newest(found.path.parent)
+            if newer.path in (None, found.path) or not problem(found.path):
+                raise
+            found = newer
+
+
 def restore(path: Path, policy: Policy, state: State) -> None:
     """Put a checkpoint back into ``policy`` and the global generators, bit for bit. Raises ValueError naming the tensor
     that does not fit: the checkpoint is of another model, or of another dtype."""

@@ -228,6 +228,8 @@ class Trainer:
             digest = "" if self.gradients.alone else state.state_digest(self.policy)
         self.gradients.applied(self.step, self.groups_trained, digest)
         figures = self._figures(learned, reduction) | stepped
+        if digest:  # for the record: what the trainers compare, of which a float holds 48 bits
+            figures["state_digest"] = float(int(digest[:12], 16))
         if self.first and _due(self.step, self.config.evaluation.every_steps):
             self.evaluate()
         self.publish()
@@ -552,6 +554,7 @@ class Trainer:
             "lag_highest": max(lags, default=0.0),
             "groups": float(sum(len(b.row.groups) for b in reduction.brought.values())),
             "trainers": float(len(self._members)),
+            "term": float(self.version.term.counter),
         }
         if rewarded := sums["samples"] - sums["unrewarded"]:
             figures["reward"] = sums["reward"] / rewarded
@@ -596,10 +599,9 @@ class Trainer:
             self.peer.note(f"{e}; training goes on, the last good checkpoint is kept", "error")
 
     def _resume(self, found: checkpoint.Found) -> None:
+        found = checkpoint.restore_found(found, self.policy)
         saved = found.state
         assert saved is not None
-        assert found.path is not None
-        checkpoint.restore(found.path, self.policy, saved)
         self._stand(saved)
         self.progress.resume(self.step, saved.axis)
         self.data.load_state_dict(saved.data["order"])

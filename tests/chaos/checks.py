@@ -113,8 +113,8 @@ def same_weights(run: Run, *, at_least: int) -> Check:
     last: dict[str, dict[str, Any]] = {}
     for path in sorted((run.path / "metrics").glob("*.jsonl")):
         for row in run.steps(path.stem):
-            if "weights_digest" in row:
-                digests[int(row["term"]), row["step"]].add(row["weights_digest"])
+            if "state_digest" in row:
+                digests[int(row["term"]), row["step"]].add(row["state_digest"])
                 last[path.stem] = row
     steps = max((row["step"] for row in last.values()), default=0)
     finished = [name for name, row in last.items() if row["step"] == steps]

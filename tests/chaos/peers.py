@@ -54,8 +54,8 @@ class Peer:
 class Peers:
     """Starts peers of the run directory ``run`` with the settings file ``config``; ``close`` leaves nothing behind."""
 
-    def __init__(self, run: Path, config: Path, settings: list[str]):
-        self.run, self.config = run, config
+    def __init__(self, run: Path, config: Path, settings: list[str], trainers: int):
+        self.run, self.config, self.trainers = run, config, trainers
         self.mark = secrets.token_hex(8)
         self.peers: dict[str, Peer] = {}
         self.watchers: list[subprocess.Popen] = []
@@ -73,8 +73,8 @@ class Peers:
         assert not peer.lives or not peer.life.alive, f"{peer.name} is alive"
         command = [*peer.prefix, sys.executable, "-m", "mesh.node", "--role", peer.role, "--config", str(self.config)]
         command += ["--run", str(self.run), "--name", peer.name, *peer.arguments, *self._settings]
-        if peer.role == "trainer" and peer.lives:
-            command.append("--resume")
+        if peer.role == "trainer":
+            command += ["--resume"] if peer.lives else ["--trainers", str(self.trainers)]
         out = self._outs / f"{peer.name}-{len(peer.lives)}.out"
         peer.lives.append(Life(self._spawn(command, out), out))
 

@@ -68,7 +68,7 @@ class Storm:
         self.ports = free_ports(2)
         self.rendezvous = "tcp://" + ",".join(f"127.0.0.1:{port}" for port in self.ports)
         settings = [f"run.steps={size.steps}", "checkpoint.every_steps=10", "trainer.threads=1", "rollout.threads=1"]
-        self.peers = Peers(self.records.path, CONFIG, [*settings, *size.settings])
+        self.peers = Peers(self.records.path, CONFIG, [*settings, *size.settings], size.trainers)
         self._seen = self.directory / "watcher.json"
         self._dead: set[str] = set()  # ids of lives that were ended
         self._back: list[tuple[float, Peer]] = []  # when to start it again, or to continue it

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mesh.version import Ballot, Version
 from roles.trainer import checkpoint
 from roles.trainer.batch import samples_of
-from roles.trainer.checkpoint import State, newest, restore, save, save_model
+from roles.trainer.checkpoint import State, newest, restore, restore_found, save, save_model
 from roles.trainer.losses import DriftThreshold
 
 
@@ -312,3 +312,19 @@ def test_the_files_are_json_and_safetensors_only(tmp_path):
     assert set(json.loads((path / "manifest.json").read_text())["files"]) == {
         f.name for f in path.iterdir() if f.name != "manifest.json"
     }
+
+
+def test_a_checkpoint_that_a_living_trainer_deletes_is_followed_by_its_newer_one(tmp_path):
+    p = policy()
+    train(p, 1)
+    save(tmp_path, p, state(1))
+    found = newest(tmp_path)
+    train(p, 1, first=1)
+    save(tmp_path, p, state(2), keep=1)
+    late = policy(seed=9)
+    assert restore_found(found, late).state.version.number == 2
+    assert bits(late) == bits(p)
+
+    shutil.rmtree(newest(tmp_path).path)
+    with pytest.raises(ValueError, match=found.path.name):
+        restore_found(found, late)
