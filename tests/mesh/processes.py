@@ -108,6 +108,11 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
+    def listens(self) -> list[tuple[str, int]]:
+        """The addresses and ports on which it takes connections, those of its children not counted."""
+        found = psutil.Process(self.pid).net_connections("inet")
+        return sorted((c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN)
+
     def memory(self) -> int:
         """Bytes of it that are in memory, those of its children not counted."""
         return psutil.Process(self.pid).memory_info().rss
