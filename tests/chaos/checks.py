@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.records import Book, Run, on
+from tests.chaos.records import Book, Lineage, Run, final, on
 
 SHARED_MEMORY = Path("/dev/shm")
 REWARD_STEPS = 10  # at either end of the run, whose rewards are compared
@@ -30,8 +30,7 @@ def ledgers(run: Run) -> list[Check]:
     summary = run.summary()
     if not books or summary is None:
         return [Check("the run finished", [f"{len(books)} ledgers, {'a' if summary else 'no'} summary"])]
-    final = max((book.lineage for book in books if book.lineage), key=lambda lineage: lineage[-1][0])
-    return [closes(books, summary), once(books, final, summary["steps"])]
+    return [closes(books, summary), once(books, final(books), summary["steps"])]
 
 
 def closes(books: list[Book], summary: dict[str, Any]) -> Check:
@@ -52,7 +51,7 @@ def closes(books: list[Book], summary: dict[str, Any]) -> Check:
     return Check("the ledger closes", complaints, f"{len(books)} trainers, {figures}")
 
 
-def once(books: list[Book], final: list, steps: int) -> Check:
+def once(books: list[Book], lineage: Lineage, steps: int) -> Check:
     """On the final lineage each step was made once, of prompts that no other step has. What one trainer says that
     all have trained, and what each says of itself, must agree."""
     seen: dict[tuple[int, int], str] = {}
@@ -60,14 +59,14 @@ def once(books: list[Book], final: list, steps: int) -> Check:
     complaints, lost = [], 0
     for book in books:
         for term, number, ids in book.trained:
-            if on(final, term, number):
+            if on(lineage, term, number):
                 mine = made[number].setdefault(book.peer, {})
                 mine |= {id: (book.credits[id].epoch, book.credits[id].prompt) for id in ids}
             else:
                 lost += len(ids)
     for book in books:
         for term, number, rows in book.committed:
-            if not on(final, term, number):
+            if not on(lineage, term, number):
                 continue
             for peer, groups in rows.items():
                 told = {group[0]: (group[1], group[2]) for group in groups}

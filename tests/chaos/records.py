@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Term = tuple[int, str]
-Prompt = tuple[int, int]  # its epoch, its place in the data
+Lineage = list[tuple[Term, int]]
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Book:
     credits: dict[int, Credit] = field(default_factory=dict)
     trained: list[tuple[Term, int, list[int]]] = field(default_factory=list)  # term, number, credits
     committed: list[tuple[Term, int, dict[str, list[list[int]]]]] = field(default_factory=list)  # groups by trainer
-    lineage: list[tuple[Term, int]] = field(default_factory=list)  # the last it had
+    lineages: list[Lineage] = field(default_factory=list)  # that its weights were of, oldest first
     problems: list[str] = field(default_factory=list)
 
     @classmethod
@@ -48,7 +48,7 @@ class Book:
                 self.peer = entry["peer"]
             case "Descends":
                 [terms] = entry["lineage"]
-                self.lineage = [(_term(term), first) for term, first in terms]
+                self.lineages.append([(_term(term), first) for term, first in terms])
             case "Issued":
                 if entry["id"] in self.credits:
                     self._problem(number, f"credit {entry['id']} issued twice")
@@ -127,7 +127,12 @@ class Run:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-def on(lineage: list[tuple[Term, int]], term: Term, number: int) -> bool:
+def final(books: list[Book]) -> Lineage:
+    """What the run's weights descend from: the lineage whose last term is the highest."""
+    return max((lineage for book in books for lineage in book.lineages), key=lambda lineage: lineage[-1][0])
+
+
+def on(lineage: Lineage, term: Term, number: int) -> bool:
     """Whether the step from version ``number`` of ``term`` to the next is in the weights that ``lineage`` leads to."""
     for i, (own, first) in enumerate(lineage):
         if own == term:
