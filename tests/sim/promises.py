@@ -22,6 +22,7 @@ def versions_in(group: Group) -> list[Version]:
 class Promises:
     def __init__(self, max_lag: int):
         self.max_lag = max_lag
+        self._same: dict[Version, Version | None] = {}  # first versions of terms: of which older one, None: of the base
         self.weights: dict[Version, frozenset[Version]] = {}  # each version with all it was computed from, and itself
         self.prompts: dict[tuple[int, int], list[Version]] = {}  # (epoch, prompt) -> versions it was trained into
         self.credits: dict[tuple[PeerId, int], str] = {}  # each credit ever issued, with what became of it
@@ -58,6 +59,14 @@ class Promises:
         )
         self.terms.append(version.term)
         self._made(version, restored)
+        self._same[version] = self._same.get(restored, restored) if restored else None
+
+    def content(self, version: Version, buckets: int) -> list[int]:
+        """What each bucket of a version holds, which is its own digest. The first version of a term is the one that
+        it was restored from."""
+        same = self._same.get(version, version)
+        counter, number = (same.term.counter, same.number) if same is not None else (0, 0)
+        return [(counter << 20) + (number << 4) + i + 1 for i in range(buckets)]
 
     def _made(self, version: Version, parent: Version | None) -> None:
         assert version not in self.weights, f"{version} is made twice"

@@ -10,7 +10,7 @@ from mesh.membership import Departed
 from mesh.version import Version
 from tests.sim.groups import POST_S, Flat, Steps
 from tests.sim.node import TICK_S, Node, Part
-from tests.sim.weights import Receives, content
+from tests.sim.weights import BUCKETS, Receives
 from transport.delivery import Abort, RolloutDelivery, RunOver, Start, admits
 from transport.evaluation import PASSED
 from transport.messages import Answer, Completion, Credit, CreditId, Group, Segment, Span
@@ -108,7 +108,7 @@ class Samples(Part):
             self._pin()
 
     def _pin(self) -> None:
-        self.node.execute(self.receiver.schedule.pin(min(self._pins) if self._pins else None))
+        self.node.execute(self.receiver.schedule.pin(min(self._pins) if self._pins else None, self.node.now))
 
     def _fail(self, work: Work, why: str) -> None:
         self._end(work.trainer, work.credit.id)
@@ -137,7 +137,8 @@ class Samples(Part):
         world = self.world
         self.version = None
         yield world.rng.random() * world.trouble.prove_s
-        assert flat.held == content(version), f"the engine of {self.node.label} loaded something else than {version}"
+        whole = world.promises.content(version, BUCKETS)
+        assert flat.held == whole, f"the engine of {self.node.label} loaded something else than {version}"
         broken = self.node.address == world.broken
         proved = not broken and (version in self._failed or not world.chance(world.trouble.proof))
         if proved:
@@ -159,7 +160,9 @@ class Samples(Part):
     def _admit(self, work: Work) -> None:
         version, credit = self.version, work.credit
         _, lineage = self.delivery.standing(work.trainer)
-        gone = credit.evaluation and (self._unproven or self.receiver.schedule.passed(credit.min_version))
+        gone = credit.evaluation and (
+            self._unproven or self.receiver.schedule.passed(credit.min_version, self.node.now)
+        )
         admitted = admits(credit, version, lineage, gone=gone)
         if admitted is None:
             self._fail(work, PASSED)

@@ -12,10 +12,23 @@ from mesh.version import Lineage, Version
 from tests.sim.groups import SCRATCH, Abandon, Flat, Formation, Mover, Steps
 from tests.sim.node import Node, Part
 from transport.formation import FormationBroken
-from transport.messages import Announce, Begin, Go, ManifestAsk, ManifestTell, Member, Probe, Report
+from transport.messages import (
+    Announce,
+    Begin,
+    Go,
+    ManifestAsk,
+    ManifestTell,
+    Member,
+    Probe,
+    PullAsk,
+    PullDecline,
+    PullTell,
+    Report,
+)
 from transport.weights.buffers import Leases, Slot
 from transport.weights.publisher import BUFFERS
-from transport.weights.reception import SHADOWS, Offer, ReceiverSchedule, Refuse, Released, StartReceive
+from transport.weights.pull import Check, PullHost, Serve, Write
+from transport.weights.reception import Missed, Offer, ReceiverSchedule, Refuse, Released, StartReceive
 from transport.weights.schedule import (
     AnnounceTo,
     Disband,
@@ -25,18 +38,21 @@ from transport.weights.schedule import (
     SatOut,
     StartBroadcast,
 )
+from transport.weights.shadows import SHADOWS
 
 if TYPE_CHECKING:
     from tests.sim.mesh import Mesh
 
 BUCKETS = 2
+BUCKET_BYTES = 8  # one number
+PULL_BYTES_PER_S = 200.0
 DIGEST = "manifest"
 PROBE = Probe(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
-def content(version: Version) -> list[int]:
-    """What each bucket of a version holds, which is its own digest."""
-    return [(version.term.counter << 20) + (version.number << 4) + i + 1 for i in range(BUCKETS)]
+def chunk(world: "Mesh", value: int) -> np.ndarray:
+    """A number as it travels by pull, now and then damaged."""
+    return np.array([value ^ (1 << 60) if world.chance(world.trouble.corrupt) else value], np.uint64).view(np.uint8)
 
 
 class _Staged:
@@ -49,7 +65,7 @@ class _Staged:
 class Publishes(Part):
     """The publisher of a trainer. ``snapshot`` is for the trainer's thread."""
 
-    takes = (Report, ManifestAsk)
+    takes = (Report, ManifestAsk, PullAsk)
 
     def __init__(self, node: Node):
         super().__init__(node)
@@ -61,6 +77,8 @@ class Publishes(Part):
         self._flats = [Flat(f"buffer {i} of {node.label}", BUCKETS) for i in range(BUFFERS)]
         self._lineage: Lineage | None = None
         self._pending: _Staged | None = None
+        self._kept: _Staged | None = None
+        self._host = PullHost(PULL_BYTES_PER_S)
 
     # The trainer's thread
 
@@ -72,10 +90,13 @@ class Publishes(Part):
         """False when no buffer was free."""
         assert self._lineage is not None
         slot = self._leases.acquire(str(version))
+        if slot is None and self._kept is not None:
+            self._leases.release(self._kept.slot)
+            self._kept, slot = None, self._leases.acquire(str(version))
         if slot is None:
             self.skipped += 1
             return False
-        self._flats[slot.index].fill(content(version))
+        self._flats[slot.index].fill(self.world.promises.content(version, BUCKETS))
         replaced, self._pending = self._pending, _Staged(version, self._lineage, slot)
         if replaced is None:
             self.mover.do(self._digest())
@@ -106,31 +127,60 @@ class Publishes(Part):
 
     # The loop
 
-    def receive(self, sender: PeerId, message: Report | ManifestAsk, now: float) -> list[Any]:
-        if isinstance(message, ManifestAsk):
-            return [Send(sender, ManifestTell(DIGEST, 0, 1, b""), bulk=True)]
+    def receive(self, sender: PeerId, message: Report | ManifestAsk | PullAsk, now: float) -> list[Any]:
+        match message:
+            case ManifestAsk():
+                return [Send(sender, ManifestTell(DIGEST, 0, 1, b""), bulk=True)]
+            case PullAsk(version):
+                chunks = BUCKETS if self._holds(version) else 0
+                return self._host.asked(sender, message, BUCKET_BYTES, chunks, now)
         return self.schedule.report(sender, message, now)
 
     def members(self, now: float) -> list[Any]:
         if self._lineage is None:
             return []
+        self._host.live([c.id for c in self.node.membership.alive])
         rollouts = [Member(c.id) for c in self.node.membership.alive if c.role == "rollout"]
         return self.schedule.live(rollouts, now)
 
     def tick(self, now: float) -> list[Any]:
-        return self.schedule.tick(now)
+        if self._kept is not None and not self._host.leased(self._kept.version):
+            self._leases.release(self._kept.slot)
+            self._kept = None
+        return [*self.schedule.tick(now), *self._host.tick(now)]
 
     def effect(self, effect: Any, now: float) -> list[Any]:
         match effect:
-            case AnnounceTo(peer, ballot, version, attempt, staged):
-                digests = np.array(content(version), np.uint64)
-                a = Announce(ballot, version, staged.lineage, DIGEST, 1, attempt, digests, digests, PROBE)
+            case AnnounceTo(peer, ballot, version, attempt, staged, holders):
+                digests = np.array(self.world.promises.content(version, BUCKETS), np.uint64)
+                a = Announce(
+                    ballot,
+                    version,
+                    staged.lineage,
+                    DIGEST,
+                    BUCKET_BYTES,
+                    attempt,
+                    digests,
+                    digests,
+                    PROBE,
+                    list(holders),
+                )
                 return [Send(peer, a, bulk=True)]
+            case Serve(peer, version, index):
+                held = self._holds(version)
+                if held is None:
+                    return self._host.gone(version)
+                value = self._flats[held.slot.index].held[index]
+                return [Send(peer, PullTell(version, index, chunk(self.world, value)), bulk=True)]
             case StartBroadcast(ballot, version, attempt):
                 self.world.log(self.node, f"broadcasts {version}, attempt {attempt}, in {ballot}")
                 self.mover.run(ballot, lambda formation, abandon: self._broadcast(formation, abandon, effect))
             case Release(staged):
-                self._leases.release(staged.slot)
+                released: _Staged | None = staged
+                if self._host.leased(staged.version):
+                    released, self._kept = self._kept, staged
+                if released is not None:
+                    self._leases.release(released.slot)
             case Disband(ballot):
                 self.mover.disband(ballot)
             case SatOut(peer, publications, reason):
@@ -140,6 +190,9 @@ class Publishes(Part):
             case Form(go) if go.kind == "weights":
                 self.mover.form(go)
         return []
+
+    def _holds(self, version: Version) -> _Staged | None:
+        return next((s for s in (self.schedule.staged, self._kept) if s is not None and s.version == version), None)
 
     def _formed(self, formation: Formation) -> list[Any]:
         return self.schedule.formed(formation.ballot, formation.members, self.node.now)
@@ -151,12 +204,13 @@ class Publishes(Part):
 class Receives(Part):
     """The receiver of a rollout. ``offered`` and ``answer`` are for the engine's thread."""
 
-    takes = (Announce, Begin, ManifestTell)
+    takes = (Announce, Begin, ManifestTell, PullAsk, PullTell, PullDecline)
 
     def __init__(self, node: Node):
         super().__init__(node)
         self.world: Mesh = node.world  # type: ignore[assignment]
-        self.schedule = ReceiverSchedule()
+        self._host = PullHost(PULL_BYTES_PER_S)
+        self.schedule = ReceiverSchedule(self._host.leased)
         self.mover = Mover(node, self._formed, self._failed)
         self._shadows = [Flat(f"shadow {i} of {node.label}", BUCKETS) for i in range(SHADOWS)]
         self._learning = False
@@ -169,9 +223,9 @@ class Receives(Part):
         taken = self.schedule.take()
         if taken is None:
             return None
-        version, slot = taken
+        announce, slot = taken
         self._shadows[slot].guard = "in the engine's hands"
-        return version, self._shadows[slot]
+        return announce.version, self._shadows[slot]
 
     def answer(self, version: Version, proved: bool) -> None:
         why = "" if proved else "probe"
@@ -201,12 +255,19 @@ class Receives(Part):
 
     def _learn(self, digest: str) -> Steps:
         yield self.world.rng.random() * self.world.trouble.digest_s
-        self.mover.post(lambda: self.schedule.manifest_known(digest) or [])
+        self.mover.post(lambda: self.schedule.manifest_known(digest, BUCKETS * BUCKET_BYTES) or [])
 
     # The loop
 
-    def receive(self, sender: PeerId, message: Announce | Begin | ManifestTell, now: float) -> list[Any]:
+    def receive(self, sender: PeerId, message: Any, now: float) -> list[Any]:
         match message:
+            case PullTell():
+                return self.schedule.told(sender, message, now)
+            case PullDecline():
+                return self.schedule.declined(sender, message, now)
+            case PullAsk(version):
+                _, size, chunks = self.schedule.holds(version) or (0, 0, 0)
+                return self._host.asked(sender, message, size, chunks, now)
             case Announce():
                 return self.schedule.announced(sender, message, now)
             case Begin():
@@ -222,25 +283,52 @@ class Receives(Part):
                 self.schedule.freed(slot)
         self._abandoned = [a for a in self._abandoned if not a[1].ended()]
         self.schedule.progress(self._buckets)
-        return self.schedule.tick(now)
+        return [*self.schedule.tick(now), *self._host.tick(now)]
+
+    def members(self, now: float) -> list[Any]:
+        peers = [c.id for c in self.node.membership.alive]
+        self._host.live(peers)
+        return self.schedule.live(peers, now)
 
     def effect(self, effect: Any, now: float) -> list[Any]:
         match effect:
             case StartReceive(ballot, _, _, slot):
                 assert slot is None or not self._shadows[slot].operations, f"{self._shadows[slot].name} is used twice"
-                source, self._buckets = self.schedule.publisher, 0
+                source, self._buckets = ballot.convener, 0
                 self.mover.run(ballot, lambda formation, abandon: self._receive(formation, abandon, effect, source))
             case Offer(version, slot):
-                assert self._shadows[slot].held == content(version), f"{version} is offered and not whole"
+                whole = self.world.promises.content(version, BUCKETS)
+                assert self._shadows[slot].held == whole, f"{version} is offered and not whole"
                 self._shadows[slot].guard = "offered"
             case Released(slot):
                 self._shadows[slot].guard = ""
+            case Write(index, payload):
+                flat = self._shadows[self.schedule.pull_slot]
+                assert not flat.operations, f"{flat.name} is pulled into while an operation may still write into it"
+                flat.write(index, int(payload.view(np.uint64)[0]))
+            case Check(bucket):
+                return self._check(bucket, now)
+            case Serve(peer, version, index):
+                where = self.schedule.holds(version)
+                if where is None:
+                    return self._host.gone(version)
+                value = self._shadows[where[0]].held[index]
+                return [Send(peer, PullTell(version, index, chunk(self.world, value)), bulk=True)]
+            case Missed(version, reason):
+                self.world.log(self.node, f"gives up pulling {version}: {reason}")
             case Refuse(version, _, reason):
                 self.world.log(self.node, f"refuses {version}: {reason}")
             case Form(go) if go.kind == "weights":
                 self.mover.form(go)
                 return self.schedule.forming(go.ballot, now)
         return []
+
+    def _check(self, bucket: int, now: float) -> list[Any]:
+        pull = self.schedule.pull
+        if pull is None:
+            return []
+        found = self._shadows[self.schedule.pull_slot].held[bucket]
+        return self.schedule.checked(bucket, found == int(pull.announce.bucket_digests[bucket]), now)
 
     def _formed(self, formation: Formation) -> list[Any]:
         return self.schedule.formed(formation.ballot, formation.members, self.node.now)

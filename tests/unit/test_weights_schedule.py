@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,18 @@ from hypothesis import strategies as st
 from mesh.config import Weights
 from mesh.effects import Note, Send
 from mesh.version import Ballot, Lineage, Version
-from transport.messages import Announce, Begin, ManifestAsk, Member, Probe, Report
+from transport.messages import (
+    Announce,
+    Begin,
+    ManifestAsk,
+    Member,
+    Probe,
+    PullAsk,
+    PullDecline,
+    PullTell,
+    Report,
+)
+from transport.weights.pull import Check, Write
 from transport.weights.reception import Offer, ReceiverSchedule, Refuse, Released, StartReceive
 from transport.weights.schedule import (
     AnnounceTo,
@@ -135,7 +147,7 @@ def test_who_is_not_ready_in_time_sits_out_and_the_rest_reconvene():
     assert of(p.tick(2.9), SatOut) == []
     effects = p.tick(3.0)
     reason = "was not ready for v0@3 within 3 s: no shadow buffer is free"
-    assert effects == [SatOut("b", 1, reason), Convene((T, A))]
+    assert effects == [SatOut("b", 1, reason), Convene((T, A)), AnnounceTo("b", None, v(0), 1, 0, ("t",))]
     assert of(p.formed(B2, (T, A), 3.1), AnnounceTo) == [AnnounceTo("a", B2, v(0), 2, 0)]
     assert of(p.report("a", ready(v(0), 2, B2), 3.2), StartBroadcast) == [StartBroadcast(B2, v(0), 2, 0)]
 
@@ -222,16 +234,47 @@ def test_who_does_not_answer_the_invitation_sits_out():
     assert of(p.tick(2.0), Convene) == []
 
 
-def test_a_joiner_is_taken_in_at_the_interval_and_gets_the_newest_again():
+def test_a_joiner_pulls_the_newest_at_once_and_is_taken_in_at_the_interval():
     p = formed(A)
     sent(p, v(0), "a", now=0.5)
-    p.report("a", Report(B1, verified=v(0)), 0.6)
-    assert p.live([A, B], 0.7) == []
+    p.report("a", Report(B1, verified=v(0), proved=v(0)), 0.6)
+    assert p.live([A, B], 0.7) == [AnnounceTo("b", None, v(0), 1, 0, ("a", "t"))]
     assert p.tick(1.0) == [Convene((T, A, B))]
-    announced = p.formed(B2, (T, A, B), 1.1)
-    assert announced == [AnnounceTo("a", B2, v(0), 2, 0), AnnounceTo("b", B2, v(0), 2, 0)]
-    p.report("a", ready(v(0), 2, B2, verified=v(0)), 1.2)
-    assert of(p.report("b", ready(v(0), 2, B2), 1.2), StartBroadcast) == [StartBroadcast(B2, v(0), 2, 0)]
+    assert p.formed(B2, (T, A, B), 1.1) == []
+    assert p.tick(1.7) == [AnnounceTo("b", None, v(0), 1, 0, ("a", "t"))]
+    assert p.report("b", Report(B2, verified=v(0)), 1.8) == []
+    assert p.tick(9.0) == []
+
+
+def test_most_of_a_formation_gets_a_version_by_broadcast_and_not_by_pull():
+    p = formed(A, B, C)
+    sent(p, v(0), "a", "b", "c")
+    p.report("a", Report(B1, attempt=1, verified=v(0)), 0.1)
+    p.report("b", Report(B1, attempt=1, refused=v(0), reason="bucket 3"), 0.2)
+    effects = p.report("c", Report(B1, attempt=1, refused=v(0), reason="bucket 3"), 0.2)
+    assert [(e.peer, e.ballot, e.attempt) for e in of(effects, AnnounceTo)] == [(x, B1, 2) for x in "abc"]
+
+
+def test_without_groups_everybody_pulls_and_nobody_is_convened():
+    p = PublisherSchedule(T, Weights(transport="endpoint"))
+    assert p.live([A, B], 0.0) == []
+    told = p.snapshot(v(0), 0, 0.0)
+    assert told == [AnnounceTo(x, None, v(0), 0, 0, ("t",)) for x in "ab"]
+    assert p.report("a", Report(None, verified=v(0), proved=v(0)), 0.5) == []
+    assert p.tick(1.0) == [AnnounceTo("b", None, v(0), 0, 0, ("a", "t"))]
+    assert p.snapshot(v(1), 1, 1.1)[0] == Release(0)
+
+
+def test_an_older_version_is_pulled_from_who_still_runs_it():
+    p = formed(A, B)
+    for number in (0, 1):
+        sent(p, v(number), "a", "b", slot=number)
+        for peer in "ab":
+            p.report(peer, Report(B1, attempt=1, verified=v(number), proved=v(0)), 0.1)
+    behind = Report(B1, attempt=1, verified=v(1), wants=v(0))
+    assert p.report("b", behind, 0.2) == [AnnounceTo("b", None, v(0), 1, 0, ("a",))]
+    p.report("a", Report(B1, attempt=1, verified=v(1), proved=v(1)), 0.3)
+    assert p.tick(2.0) == [], "nobody runs it any more"
 
 
 def test_a_joiner_waits_until_a_running_broadcast_has_ended():
@@ -319,18 +362,15 @@ def test_a_group_that_never_comes_about_is_convened_again():
     assert of(effects, Note)
 
 
-def test_a_version_corrupt_on_arrival_is_sent_once_more_and_then_left():
+def test_a_version_corrupt_on_arrival_is_pulled_once_and_then_left():
     p = formed(A, B)
     sent(p, v(0), "a", "b")
     p.report("a", Report(B1, attempt=1, verified=v(0)), 0.1)
     effects = p.report("b", Report(B1, attempt=1, refused=v(0), reason="bucket 3"), 0.2)
-    assert [e.attempt for e in of(effects, AnnounceTo)] == [2, 2]
-    p.report("a", ready(v(0), 2), 0.3)
-    p.report("b", ready(v(0), 2), 0.3)
-    p.broadcast_ended(v(0), 2, True, 0.4)
-    effects = p.report("b", Report(B1, attempt=2, refused=v(0), reason="bucket 3"), 0.5)
-    assert of(effects, SatOut) == [SatOut("b", 1, "refused v0@3: bucket 3")]
-    assert of(effects + p.tick(0.9), AnnounceTo) == []
+    assert effects == [AnnounceTo("b", None, v(0), 2, 0, ("t",))]
+    effects = p.report("b", Report(B1, attempt=2, refused=v(0), reason="probe differs"), 0.5)
+    assert of(effects, SatOut) == [SatOut("b", 1, "refused v0@3: probe differs")]
+    assert of(effects + p.tick(2.0), AnnounceTo) == []
 
 
 def test_a_version_that_failed_twice_comes_again_when_the_receiver_has_sat_out():
@@ -371,7 +411,7 @@ def test_no_word_after_a_broadcast_counts_as_failed_but_does_not_hold_up_a_newer
     sent(p, v(0), "a", "b")
     p.report("a", Report(B1, verified=v(0)), 0.1)
     assert p.tick(2.9) == []
-    assert [e.attempt for e in of(p.tick(3.0), AnnounceTo)] == [2, 2]
+    assert of(p.tick(3.0), AnnounceTo) == [AnnounceTo("b", None, v(0), 2, 0, ("t",))]
     q = formed(A, B)
     sent(q, v(0), "a", "b")
     assert of(q.snapshot(v(1), 1, 0.1), AnnounceTo) == [
@@ -441,7 +481,7 @@ def announce(version, attempt=1, ballot=B1, manifest="m"):
 
 def joined(now=0.0, ballot=B1):
     r = ReceiverSchedule()
-    r.manifest_known("m")
+    r.manifest_known("m", 16)
     assert r.formed(ballot, (T, A), now) == [Send("t", Report(ballot))]
     return r
 
@@ -453,6 +493,11 @@ def get(r, version, attempt=1, ballot=B1, now=0.0):
     return r.receive_ended(version, attempt, True, now)
 
 
+def taken(r):
+    announce, slot = r.take()
+    return announce.version, slot
+
+
 def report_of(effects):
     [send] = [e for e in effects if isinstance(e, Send) and isinstance(e.message, Report)]
     return send.message
@@ -460,7 +505,7 @@ def report_of(effects):
 
 def test_without_a_formation_nothing_is_ready():
     r = ReceiverSchedule()
-    r.manifest_known("m")
+    r.manifest_known("m", 16)
     assert report_of(r.announced("t", announce(v(0)), 0.0)) == Report(None)
     r.formed(B1, (T, A), 0.1)
     assert report_of(r.announced("t", announce(v(0), ballot=B2), 2.0)).ready_for is None
@@ -479,7 +524,8 @@ def test_a_receiver_whose_next_group_fails_tells_whoever_announces_that_it_is_in
 
 def test_only_the_convener_of_the_formation_publishes_in_it():
     r = joined()
-    assert of(r.announced("z", announce(v(0)), 5.0), Send)[0].to == "t"
+    assert r.announced("z", announce(v(0)), 5.0) == []
+    assert r.publisher == "t"
     assert r._ready is None
 
 
@@ -488,7 +534,7 @@ def test_an_unknown_manifest_is_asked_for_until_it_is_there():
     r.formed(B1, (T, A), 0.0)
     for now in (0.0, 0.3):
         assert Send("t", ManifestAsk("m")) in r.announced("t", announce(v(0)), now)
-    r.manifest_known("m")
+    r.manifest_known("m", 16)
     assert report_of(r.announced("t", announce(v(0)), 0.6)) == Report(B1, ready_for=v(0), attempt=1)
 
 
@@ -512,7 +558,7 @@ def test_a_verified_version_is_offered_taken_and_proved():
     r = joined()
     assert Offer(v(0), 0) in get(r, v(0))
     assert (r.verified, r.proved) == (v(0), None)
-    assert r.take() == (v(0), 0)
+    assert taken(r) == (v(0), 0)
     assert r.take() is None
     effects = r.applied(v(0), True, 0.1, build="x", live_digest="d", power=2.0)
     assert Released(0) in effects
@@ -600,7 +646,7 @@ def test_a_newer_verified_version_replaces_one_not_taken():
     get(r, v(0))
     effects = get(r, v(1))
     assert effects[:2] == [Released(0), Offer(v(1), 1)]
-    assert r.take() == (v(1), 1)
+    assert taken(r) == (v(1), 1)
 
 
 def test_one_is_in_the_engine_while_the_other_receives_and_an_offer_gives_way_to_a_newer():
@@ -616,39 +662,39 @@ def test_one_is_in_the_engine_while_the_other_receives_and_an_offer_gives_way_to
 
 def test_a_pinned_version_is_kept_and_the_only_one_handed_out():
     r = joined()
-    r.pin(v(0))
+    r.pin(v(0), 0.0)
     get(r, v(0))
     get(r, v(1))
     get(r, v(2))
-    assert r.take() == (v(0), 0)
+    assert taken(r) == (v(0), 0)
     assert r.take() is None
     r.applied(v(0), True, 1.0)
-    r.pin(None)
-    assert r.take() == (v(2), 1)
+    r.pin(None, 0.0)
+    assert taken(r) == (v(2), 1)
 
 
 def test_lifting_a_pin_gives_up_what_is_older_than_the_newest():
     r = joined()
-    r.pin(v(0))
+    r.pin(v(0), 0.0)
     get(r, v(0))
     get(r, v(1))
-    assert r.pin(None) == [Released(0)]
-    assert r.take() == (v(1), 1)
+    assert r.pin(None, 0.0) == [Released(0)]
+    assert taken(r) == (v(1), 1)
 
 
 def test_a_version_has_passed_when_a_newer_was_announced_and_it_is_not_here():
     r = joined()
-    r.pin(v(1))
-    assert not r.passed(v(1))
+    r.pin(v(1), 0.0)
+    assert not r.passed(v(1), 100.0)
     get(r, v(0))
     r.announced("t", announce(v(1)), 0.1)
     r.began("t", Begin(B1, v(1), 1), 0.1)
-    assert not r.passed(v(1))
+    assert not r.passed(v(1), 100.0)
     r.receive_ended(v(1), 1, False, 0.2)
-    assert not r.passed(v(1))  # it may come again
+    assert not r.passed(v(1), 100.0)  # it may come again
     r.announced("t", announce(v(2)), 0.3)
-    assert r.passed(v(1))
-    assert not r.passed(v(2))
+    assert r.passed(v(1), 100.0)
+    assert not r.passed(v(2), 100.0)
 
 
 def test_an_abandoned_buffer_is_out_of_use_until_freed():
@@ -684,7 +730,7 @@ def test_a_version_already_verified_is_received_into_scratch():
     [start] = r.began("t", Begin(B1, v(0), 2), 0.1)
     assert start.slot is None
     assert of(r.receive_ended(v(0), 2, True, 0.2), Offer, Refuse) == []
-    assert r.take() == (v(0), 0)
+    assert taken(r) == (v(0), 0)
 
 
 def test_a_new_formation_forgets_what_was_ready_in_the_old():
@@ -735,7 +781,7 @@ class World:
         self.p = PublisherSchedule(T, W)
         self.r = {f"r{i}": ReceiverSchedule() for i in range(count)}
         for r in self.r.values():
-            r.manifest_known("m")
+            r.manifest_known("m", 16)
         self.up = list(self.r)
         self.deaf = {}
         self.wire, self.later = [], []
@@ -743,6 +789,7 @@ class World:
         self.sending, self.entered, self.sent = None, {}, set()
         self.highest = dict.fromkeys(self.r)
         self.writing = {}
+        self.pulled = {}
 
     def publish(self):
         slot = next((s for s in range(3) if s not in self.slots), None)
@@ -760,8 +807,11 @@ class World:
                 case Convene(members):
                     self.counter += 1
                     self.later.append((self.now + 0.2, self.form, Ballot(self.counter, "t"), members))
-                case AnnounceTo(peer, ballot, version, attempt):
-                    self.wire.append((peer, announce(version, attempt, ballot)))
+                case AnnounceTo(peer, ballot, version, attempt, _, holders):
+                    digests = np.full(2, version.number, np.uint64)
+                    changes = {"bucket_digests": digests, "tensor_digests": digests, "holders": list(holders)}
+                    a = msgspec.structs.replace(announce(version, attempt, ballot), **changes)
+                    self.wire.append((peer, a))
                 case Send(to=to, message=message):
                     self.wire.append((to, message))
                 case StartBroadcast(ballot, version, attempt, slot):
@@ -779,6 +829,14 @@ class World:
     def receiver_does(self, name, effects):
         for e in effects:
             match e:
+                case Send(to=to, message=PullAsk() as ask):
+                    self.later.append((self.now + 0.1, self.serve, name, (to, ask)))
+                case Write(chunk, payload):
+                    self.pulled[name, chunk] = int(payload[0])
+                case Check(bucket):
+                    pull = self.r[name].pull
+                    ok = self.pulled[name, bucket] == int(pull.announce.bucket_digests[bucket])
+                    self.receiver_does(name, self.r[name].checked(bucket, ok, self.now))
                 case Send(message=message):
                     proved = getattr(message, "proved", None)
                     if proved is not None:
@@ -791,6 +849,14 @@ class World:
                     else:
                         self.later.append((self.now + 0.5, self.received, (name, e), False))
                     self.writing[name] = slot
+
+    def serve(self, name, asked):
+        to, ask = asked
+        here = self.p.newest == ask.version if to == "t" else to in self.up and self.r[to].holds(ask.version)
+        number = ask.version.number if self.rng.random() > self.loss / 3 else 0
+        for chunk in ask.chunks:
+            tell = PullTell(ask.version, chunk, np.full(8, number, np.uint8))
+            self.wire.append((name, (to, tell if here else PullDecline(ask.version, "gone"))))
 
     def form(self, ballot, members):
         alive = tuple(m for m in members if m == T or m.peer in self.up)
@@ -823,7 +889,7 @@ class World:
         taken = self.r[name].take()
         if taken is not None:
             assert self.writing.get(name) != taken[1]
-            self.later.append((self.now + 0.3, self.prove, name, taken[0]))
+            self.later.append((self.now + 0.3, self.prove, name, taken[0].version))
 
     def prove(self, name, version):
         proved = self.rng.random() > self.loss / 3
@@ -841,8 +907,16 @@ class World:
                 self.do(self.p.report(name, report, self.now))
             elif to in self.up and self.deaf.get(to, 0.0) <= self.now:
                 r = self.r[to]
-                step = r.announced if isinstance(message, Announce) else r.began
-                self.receiver_does(to, step("t", message, self.now))
+                match message:
+                    case Announce():
+                        effects = r.announced("t", message, self.now)
+                    case Begin():
+                        effects = r.began("t", message, self.now)
+                    case (holder, PullTell() as tell):
+                        effects = r.told(holder, tell, self.now)
+                    case (holder, decline):
+                        effects = r.declined(holder, decline, self.now)
+                self.receiver_does(to, effects)
 
     def step(self):
         self.now += 0.1

@@ -79,6 +79,12 @@ def bucket_digest(flat: Tensor, index: int, bucket_bytes: int) -> int:
     return digest_of(flat[index * bucket_bytes : (index + 1) * bucket_bytes])
 
 
+def chunk_of(flat: Tensor, index: int, size: int) -> np.ndarray:
+    """Chunk ``index`` of ``size`` bytes, the last of which may be shorter: uint8 of one dimension. A copy, since it is
+    sent later, when ``flat`` may hold something else."""
+    return flat[index * size : (index + 1) * size].numpy().copy()
+
+
 def tensor_digests(manifest: Manifest, flat: Tensor) -> np.ndarray:
     """xxh3-64 of each entry's bytes: uint64 of shape (entries,)."""
     return np.array([digest_of(flat[e.offset : e.offset + e.nbytes]) for e in manifest.entries], dtype=np.uint64)

@@ -3,7 +3,8 @@
 Three threads meet here. The trainer's own copies its weights into a leased buffer (``publish``) and goes on: that copy
 is its whole stall. The mover computes digests and runs broadcasts. The peer's loop runs ``schedule.py``, which decides.
 A buffer belongs to ``publish``, then waits in ``_pending`` for the mover, then belongs to the schedule until it says
-``Release``. Newest wins at both stations: a pending snapshot is replaced by a newer one.
+``Release``. Newest wins at both stations: a pending snapshot is replaced by a newer one, in its very buffer when no
+other is free. A released buffer that somebody still pulls from is *kept* as long as the trainer needs no buffer.
 """
 
 import threading
@@ -20,11 +21,12 @@ from mesh.effects import Note, Send
 from mesh.identity import PeerId
 from mesh.version import Lineage, Version
 from transport.formation import Formation, FormationBroken
-from transport.messages import Announce, Go, ManifestAsk, ManifestTell, Member, Probe, Report
+from transport.messages import Announce, Go, ManifestAsk, ManifestTell, Member, Probe, PullAsk, PullTell, Report
 from transport.port import Port
-from transport.weights.buffers import Leases, Slot, bucket_digests, copy_in, tensor_digests
+from transport.weights.buffers import Leases, Slot, bucket_digests, chunk_of, copy_in, tensor_digests
 from transport.weights.manifest import Manifest
 from transport.weights.mover import Build, Mover, peer_name
+from transport.weights.pull import PullHost, Serve, chunk_bytes
 from transport.weights.schedule import (
     AnnounceTo,
     Convene,
@@ -50,6 +52,8 @@ class PublisherStats:
     replaced: int = 0  # snapshots replaced by a newer one before they were sent
     broadcasts: int = 0  # completed
     broken: int = 0  # broadcasts that failed or were abandoned
+    served_bytes: int = 0  # to receivers that pull
+    declined: int = 0  # asks of receivers that could not be served
     snapshot_s: float = 0.0
     digest_s: float = 0.0
     broadcast_s: float = 0.0
@@ -82,13 +86,17 @@ class Publisher:
         self._mover = Mover(port, build, self._formed, self._failed)
         self._stats = PublisherStats()
         self._skipped: Version | None = None  # the trainer's thread alone
-        self._changed = threading.Condition()  # guards what the trainer's thread shares: the next four
+        self._host = PullHost(weights.pull_mib_s * 2**20)
+        self._changed = threading.Condition()  # guards what the trainer's thread shares: the next six
         self._lineage: Lineage | None = None
         self._last: Version | None = None
         self._pending: _Staged | None = None
+        self._digesting = False  # the mover was told of the pending one
+        self._kept: _Staged | None = None
         self._proved: dict[PeerId, Version] = {}
         port.on(Report, self._reported)
         port.on(ManifestAsk, self._asked)
+        port.on(PullAsk, self._pull_asked)
         port.on_go("weights", self._go)
         port.on_members(self._members)
         port.every(TICK_S, self._tick)
@@ -111,9 +119,11 @@ class Publisher:
         """Another trainer publishes from now on. Snapshots not yet sent are given up."""
         with self._changed:
             self._lineage = None
-            pending, self._pending = self._pending, None
-        if pending is not None:
-            self._release(pending)
+            given_up = [s for s in (self._pending, self._kept) if s is not None]
+            self._pending = self._kept = None
+        for staged in given_up:
+            assert self._leases is not None
+            self._leases.release(staged.slot)
         self._port.post(lambda: self._run(self._schedule.close()))
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor], probe: Probe) -> bool:
@@ -131,7 +141,7 @@ class Publisher:
         if last is not None and version <= last:
             raise ValueError(f"{version} is published after {last}: versions only rise")
         began = time.perf_counter()
-        slot = self._leases.acquire(str(version))
+        slot = self._acquire(str(version))
         if slot is None:
             self._stats.skipped += version != self._skipped
             self._skipped = version
@@ -144,14 +154,30 @@ class Publisher:
         with self._changed:
             self._last = version
             replaced, self._pending = self._pending, _Staged(version, lineage, probe, slot)
-        if replaced is None:
-            self._mover.do(self._digest)
-        else:  # its digests were asked for and not begun
-            self._release(replaced)
+            told, self._digesting = self._digesting, True
+        if replaced is not None:
+            self._leases.release(replaced.slot)
             self._stats.replaced += 1
+        if not told:
+            self._mover.do(self._digest)
         self._stats.publications += 1
         self._stats.snapshot_s = time.perf_counter() - began
         return True
+
+    def _acquire(self, owner: str) -> Slot | None:
+        """A free buffer, or else that of a pull, or of a snapshot which this one replaces before it was looked at."""
+        assert self._leases is not None
+        slot = self._leases.acquire(owner)
+        if slot is not None:
+            return slot
+        with self._changed:
+            kept, self._kept = self._kept, None
+            if kept is None and self._pending is not None:
+                kept, self._pending = self._pending, None
+                self._stats.replaced += 1
+        if kept is not None:
+            self._leases.release(kept.slot)
+        return self._leases.acquire(owner)
 
     def wait_until_proved(self, version: Version, timeout_s: float) -> tuple[PeerId, ...]:
         """The receivers whose engines run ``version`` or a later one, proved, once there is one.
@@ -178,7 +204,7 @@ class Publisher:
         )
 
     def stats(self) -> PublisherStats:
-        return replace(self._stats)
+        return replace(self._stats, declined=self._host.declined)
 
     def close(self) -> None:
         """Give up what is on its way and end the mover; returns within seconds. The port may already be closed."""
@@ -194,7 +220,7 @@ class Publisher:
 
     def _digest(self) -> None:
         with self._changed:
-            staged, self._pending = self._pending, None
+            staged, self._pending, self._digesting = self._pending, None, False
         if staged is None:  # given up by retire
             return
         began = time.perf_counter()
@@ -260,12 +286,21 @@ class Publisher:
         with self._changed:
             publishing = self._lineage is not None
         if publishing:
+            self._host.live({card.id for card in self._port.live()})
             receivers = [Member(card.id) for card in self._port.live("rollout")]
             self._run(self._schedule.live(receivers, time.monotonic()))
         self._tell_provers()
 
     def _tick(self) -> None:
-        self._run(self._schedule.tick(time.monotonic()))
+        now = time.monotonic()
+        self._run([*self._schedule.tick(now), *self._host.tick(now)])
+        with self._changed:
+            unwanted = self._kept if self._kept is not None and not self._host.leased(self._kept.version) else None
+            if unwanted is not None:
+                self._kept = None
+        if unwanted is not None:
+            assert self._leases is not None
+            self._leases.release(unwanted.slot)
 
     def _tell_provers(self) -> None:
         with self._changed:
@@ -291,6 +326,8 @@ class Publisher:
                     self._port.convene("weights", members)
                 case AnnounceTo():
                     self._announce(effect)
+                case Serve():
+                    self._serve(effect)
                 case StartBroadcast():
                     self._start(effect)
                 case Release(slot=staged):
@@ -311,8 +348,34 @@ class Publisher:
                     raise AssertionError(f"unknown effect {effect}")
 
     def _release(self, staged: _Staged) -> None:
-        assert self._leases is not None
-        self._leases.release(staged.slot)
+        """The schedule needs it no more; who pulls it may."""
+        released: _Staged | None = staged
+        with self._changed:
+            if self._lineage is not None and self._host.leased(staged.version):
+                released, self._kept = self._kept, staged
+        if released is not None:
+            assert self._leases is not None
+            self._leases.release(released.slot)
+
+    def _pull_asked(self, peer: PeerId, ask: PullAsk) -> None:
+        size = chunk_bytes(self._bucket_bytes)
+        with self._changed:
+            chunks = -(-self.manifest.nbytes // size) if self._holds(ask.version) else 0
+        self._run(self._host.asked(peer, ask, size, chunks, time.monotonic()))
+
+    def _holds(self, version: Version) -> _Staged | None:
+        """Under the lock: the trainer's thread may take the kept buffer at any moment."""
+        newest: _Staged | None = self._schedule.staged
+        return next((s for s in (newest, self._kept) if s is not None and s.version == version), None)
+
+    def _serve(self, serve: Serve) -> None:
+        with self._changed:
+            staged = self._holds(serve.version)
+            payload = chunk_of(staged.slot.flat, serve.chunk, chunk_bytes(self._bucket_bytes)) if staged else None
+        if payload is None:
+            self._run(self._host.gone(serve.version))
+        elif self._port.send(serve.peer, PullTell(serve.version, serve.chunk, payload), bulk=True):
+            self._stats.served_bytes += len(payload)
 
     def _start(self, start: StartBroadcast) -> None:
         self._mover.run(start.ballot, lambda formation, abandon: self._broadcast(formation, abandon, start, start.slot))
@@ -329,5 +392,6 @@ class Publisher:
             bucket_digests=staged.buckets,
             tensor_digests=staged.tensors,
             probe=staged.probe,
+            holders=list(to.holders),
         )
         self._port.send(to.peer, announce, bulk=True)

@@ -1,9 +1,9 @@
 """The receiver of weights: shadow buffers beside a running engine.
 
-Three threads meet here. The peer's loop runs ``reception.py``, which decides. The mover takes part in broadcasts and
-checks each bucket's digest as it arrives. The engine's thread looks at ``offered`` between two tokens (one attribute
-read when there is nothing), loads what it gets, proves it and answers with ``took`` or ``refused``; only then is the
-buffer written again. One lock guards the machine; nothing waits while holding it.
+Three threads meet here. The peer's loop runs ``reception.py``, which decides, and writes what is pulled. The mover
+takes part in broadcasts and checks each bucket's digest as it arrives. The engine's thread looks at ``offered`` between
+two tokens (one attribute read when there is nothing), loads what it gets, proves it and answers with ``took`` or
+``refused``; only then is the buffer written again. One lock guards the machine; nothing waits while holding it.
 """
 
 import threading
@@ -21,13 +21,26 @@ from mesh.effects import Send
 from mesh.identity import PeerId
 from mesh.version import Lineage, Version
 from transport.formation import Formation, FormationBroken
-from transport.messages import Announce, Begin, Go, ManifestAsk, ManifestTell, Member, Probe
+from transport.messages import (
+    Announce,
+    Begin,
+    Go,
+    ManifestAsk,
+    ManifestTell,
+    Member,
+    Probe,
+    PullAsk,
+    PullDecline,
+    PullTell,
+)
 from transport.port import Port
-from transport.weights.buffers import bucket_digest, new_flat
+from transport.weights.buffers import bucket_digest, chunk_of, new_flat
 from transport.weights.manifest import Manifest
 from transport.weights.mover import Build, Mover, peer_name
 from transport.weights.proof import Proof
-from transport.weights.reception import SHADOWS, Offer, ReceiverSchedule, Refuse, Released, StartReceive
+from transport.weights.pull import Check, PullHost, Serve, Write, chunk_bytes
+from transport.weights.reception import Missed, Offer, ReceiverSchedule, Refuse, Released, StartReceive
+from transport.weights.shadows import SHADOWS
 
 TICK_S = 0.05
 MOST_PARTS = 1024  # of a manifest: with parts of half a MiB at most far above what a model has
@@ -46,6 +59,18 @@ class Arrived:
     probe: Probe
 
 
+@dataclass
+class ReceiverStats:
+    """Counts since the start."""
+
+    pulls: int = 0  # versions that were pulled whole
+    pulls_given_up: int = 0
+    pulled_bytes: int = 0
+    adopted: int = 0  # versions whose weights were here already, under the name of an earlier term
+    served_bytes: int = 0  # to others that pull from here
+    declined: int = 0  # asks of others that could not be served
+
+
 class Receiver:
     """Make one before the peer starts (it registers handlers), with the engine already loaded.
 
@@ -57,20 +82,25 @@ class Receiver:
         self._weights = weights
         self._mover = Mover(port, build, self._formed, self._failed)
         self._lock = threading.RLock()
-        self._schedule = ReceiverSchedule()
+        self._host = PullHost(weights.pull_mib_s * 2**20)
+        self._schedule = ReceiverSchedule(self._host.leased)
         self._waiting = False  # whether take() may have something
         self._manifest: Manifest | None = None
         self._parts: dict[int, bytes] = {}
         self._shadows: list[Tensor] = []
         self._asked = ""  # the manifest
         self._learning = False
-        self._in: dict[int, Announce] = {}  # what lies, or is being received, in each shadow
         self._abandoned: list[tuple[int, Formation]] = []
         self._buckets = 0
+        self._given_up = self._served_bytes = 0
         port.on(Announce, self._announced)
         port.on(Begin, self._began)
         port.on(ManifestTell, self._told)
+        port.on(PullTell, self._pull_told)
+        port.on(PullDecline, self._pull_declined)
+        port.on(PullAsk, self._pull_asked)
         port.on_go("weights", self._go)
+        port.on_members(self._members)
         port.every(TICK_S, self._tick)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -86,10 +116,10 @@ class Receiver:
             if taken is None:
                 self._waiting = False
                 return None
-            version, slot = taken
-            a, manifest = self._in[slot], self._manifest
+            a, slot = taken
+            manifest = self._manifest
             assert manifest is not None
-            return Arrived(version, a.lineage, manifest, self._shadows[slot], a.tensor_digests, a.probe)
+            return Arrived(a.version, a.lineage, manifest, self._shadows[slot], a.tensor_digests, a.probe)
 
     def took(self, arrived: Arrived, proof: Proof) -> None:
         """The engine runs ``arrived``; whether it is proved is what ``proof`` says. Its buffer is given back."""
@@ -109,7 +139,7 @@ class Receiver:
     def pin(self, version: Version | None) -> None:
         """Hand out only this version until ``pin(None)``, and keep it while it waits: for an evaluation."""
         with self._lock:
-            self._run(self._schedule.pin(version))
+            self._run(self._schedule.pin(version, time.monotonic()))
             self._waiting = True
 
     def forget(self) -> None:
@@ -119,12 +149,18 @@ class Receiver:
     def passed(self, version: Version) -> bool:
         """Whether ``version`` will not come any more: a newer one has been announced, and it is not here."""
         with self._lock:
-            return self._schedule.passed(version)
+            return self._schedule.passed(version, time.monotonic())
 
     @property
     def proved(self) -> Version | None:
         """The version that the engine runs, proved."""
         return self._schedule.proved
+
+    def stats(self) -> ReceiverStats:
+        s = self._schedule
+        return ReceiverStats(
+            s.pulls, self._given_up, s.pulled_bytes, s.adopted, self._served_bytes, self._host.declined
+        )
 
     def close(self) -> None:
         """End the mover; returns within seconds. The port may already be closed."""
@@ -190,8 +226,8 @@ class Receiver:
     def _mismatch(self, a: Announce) -> str:
         """What is wrong with an announcement in itself, given the manifest."""
         manifest = self._manifest
-        if a.bucket_bytes < 1:
-            return "it has buckets of no bytes"
+        if a.bucket_bytes < 1 or a.bucket_bytes % chunk_bytes(a.bucket_bytes):
+            return f"its buckets of {a.bucket_bytes} bytes are not whole numbers of MiB"
         if manifest is None:
             return ""
         if a.manifest != manifest.digest:
@@ -219,7 +255,7 @@ class Receiver:
 
     def _learned(self, manifest: Manifest, shadows: list[Tensor]) -> None:
         self._manifest, self._shadows = manifest, shadows
-        self._schedule.manifest_known(manifest.digest)
+        self._schedule.manifest_known(manifest.digest, manifest.nbytes)
 
     def _unlearned(self, text: str) -> None:
         self._learning = False
@@ -227,6 +263,21 @@ class Receiver:
 
     def _began(self, publisher: PeerId, begin: Begin) -> None:
         self._do(lambda: self._schedule.began(publisher, begin, time.monotonic()))
+
+    def _pull_told(self, peer: PeerId, tell: PullTell) -> None:
+        self._do(lambda: self._schedule.told(peer, tell, time.monotonic()))
+
+    def _pull_declined(self, peer: PeerId, decline: PullDecline) -> None:
+        self._do(lambda: self._schedule.declined(peer, decline, time.monotonic()))
+
+    def _pull_asked(self, peer: PeerId, ask: PullAsk) -> None:
+        _, size, chunks = self._schedule.holds(ask.version) or (0, 0, 0)
+        self._do(lambda: self._host.asked(peer, ask, size, chunks, time.monotonic()))
+
+    def _members(self) -> None:
+        peers = {card.id for card in self._port.live()}
+        self._host.live(peers)
+        self._do(lambda: self._schedule.live(peers, time.monotonic()))
 
     def _formed(self, formation: Formation) -> None:
         self._do(lambda: self._schedule.formed(formation.ballot, formation.members, time.monotonic()))
@@ -263,7 +314,8 @@ class Receiver:
                 self._schedule.freed(slot)
             self._abandoned = [a for a in self._abandoned if not a[1].ended()]
             self._schedule.progress(self._buckets)
-            return self._schedule.tick(time.monotonic())
+            now = time.monotonic()
+            return [*self._schedule.tick(now), *self._host.tick(now)]
 
         self._do(tick)
 
@@ -283,8 +335,17 @@ class Receiver:
                     self._start(effect)
                 case Offer():
                     self._waiting = True
-                case Released(slot=slot):
-                    self._in.pop(slot, None)
+                case Released():
+                    pass  # nothing lies in a buffer that the schedule does not know of
+                case Write(chunk=chunk, payload=payload):
+                    self._write(chunk, payload)
+                case Check(bucket=bucket):
+                    self._check(bucket)
+                case Serve():
+                    self._serve(effect)
+                case Missed(version=version, reason=reason):
+                    self._given_up += 1
+                    self._port.note(f"pulling {version} was given up: {reason}", "warning")
                 case Refuse(version=version, publisher=publisher, reason=reason):
                     text = f"{version} of {peer_name(self._port, publisher)} is refused: {reason}"
                     self._port.note(text, "warning")
@@ -292,8 +353,33 @@ class Receiver:
                     raise AssertionError(f"unknown effect {effect}")
 
     def _start(self, start: StartReceive) -> None:
-        a, source = start.announce, self._schedule.publisher
+        source = start.announce.ballot.convener if start.announce.ballot else ""
         self._buckets = 0
-        if start.slot is not None:
-            self._in[start.slot] = a
         self._mover.run(start.ballot, lambda formation, abandon: self._receive(formation, abandon, start, source))
+
+    # Pulls: on the loop, under the lock. A chunk is 1 MiB at most, a digest of a bucket takes a few milliseconds.
+
+    def _write(self, chunk: int, payload: np.ndarray) -> None:
+        pull = self._schedule.pull
+        assert pull is not None
+        at = chunk * chunk_bytes(pull.announce.bucket_bytes)
+        self._shadows[self._schedule.pull_slot].numpy()[at : at + len(payload)] = payload
+
+    def _check(self, bucket: int) -> None:
+        pull = self._schedule.pull
+        if pull is None:
+            return
+        a = pull.announce
+        found = bucket_digest(self._shadows[self._schedule.pull_slot], bucket, a.bucket_bytes)
+        ok = found == int(a.bucket_digests[bucket])
+        self._run(self._schedule.checked(bucket, ok, time.monotonic()))
+
+    def _serve(self, serve: Serve) -> None:
+        where = self._schedule.holds(serve.version)
+        if where is None:
+            self._run(self._host.gone(serve.version))
+            return
+        slot, size, _ = where
+        payload = chunk_of(self._shadows[slot], serve.chunk, size)
+        if self._port.send(serve.peer, PullTell(serve.version, serve.chunk, payload), bulk=True):
+            self._served_bytes += len(payload)

@@ -9,9 +9,11 @@ would sit out, nobody does. Announce, Begin and Report are states that are repea
 overtaken.
 
 Newest wins: a version that has not begun is replaced by a newer one and its buffer released. The newest stays leased
-until it is replaced, so that whoever joins late gets it: whenever the formation is idle and one of its receivers lacks
-the newest version, that is broadcast again under the next attempt number. A receiver that holds it already takes part
-with one bucket of scratch memory, since a collective needs all of its ranks.
+until it is replaced, so that whoever missed it gets it. While more than half of the receivers lack it, it is broadcast
+(again, under the next attempt number; one that holds it already takes part with one bucket of scratch memory, since a
+collective needs all of its ranks). The others, and those that sit out, are told to *pull* it (``pull.py``): from
+receivers that have proved it, or from here. So nobody is disturbed for one that joined late. With ``weights.transport =
+"endpoint"`` there are no formations, and everybody pulls.
 
 The formation is renewed when the live receivers differ from its members, at most every ``reform_interval_s``; a dead
 member ends it at once, and so does one that is not ready in time and says that it is in no such formation: a group may
@@ -36,10 +38,13 @@ from mesh.effects import Note, Send
 from mesh.identity import PeerId
 from mesh.version import Ballot, Version
 from transport.messages import Begin, Member, Report
+from transport.weights.pull import choose_holders
 from transport.weights.standing import Standing, differing_engine, table
 
 REPEAT_S = 0.25  # of Announce and Begin: a lost one costs this much, and several fit into an operation's time-out
+TELL_S = 1.0  # of an Announce to who pulls
 CONVENE_SLACK_S = 5.0  # for the invitations, on top of the time to build the group
+PAST = 8  # versions whose digests are remembered, for who needs an older one
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,15 @@ class Convene:
 
 @dataclass(frozen=True)
 class AnnounceTo:
+    """``ballot`` None: it will not come through a formation, but can be pulled from ``holders``. Of ``slot`` only what
+    describes it may be read then: it may be released already."""
+
     peer: PeerId
-    ballot: Ballot
+    ballot: Ballot | None
     version: Version
     attempt: int
     slot: Any
+    holders: tuple[PeerId, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,8 @@ class PublisherSchedule:
         self._reform_at = float("-inf")
         self._late_since: float | None = None
         self._broken = 0
+        self._past: dict[Version, Any] = {}  # the slots of the last versions: what describes them
+        self._told: dict[PeerId, float] = {}  # to pull: when to say so again
 
     # ------------------------------------------------------------------------------------------------------------------
     # Inputs
@@ -139,6 +150,8 @@ class PublisherSchedule:
             raise ValueError(f"version {version} is published after {self.newest}: versions only rise")
         effects = self._release_newest()
         self.newest, self._slot, self._attempt = version, slot, 0
+        self._past = dict([*self._past.items(), (version, slot)][-PAST:])
+        self._told.clear()
         return effects + self._advance(now)
 
     def live(self, receivers: Sequence[Member], now: float) -> list[Any]:
@@ -148,6 +161,7 @@ class PublisherSchedule:
             by_peer.setdefault(m.peer, []).append(m)
         for peer in [p for p in self.receivers if p not in by_peer]:
             del self.receivers[peer]
+            self._told.pop(peer, None)
         for peer, members in by_peer.items():
             self.receivers.setdefault(peer, Standing()).members = tuple(members)
         if self._asked is not None and self._gone(self._asked[0]):
@@ -211,11 +225,18 @@ class PublisherSchedule:
         effects = [*(self._disband() if self.formation is not None else []), *self._release_newest()]
         self.newest = self._asked = None
         self.receivers.clear()
+        self._past.clear()
+        self._told.clear()
         return effects
 
     def proved_by(self, version: Version) -> tuple[PeerId, ...]:
         """The live receivers whose engines run ``version`` or a later one, proved."""
         return tuple(p for p, r in self.receivers.items() if r.proved is not None and r.proved >= version)
+
+    @property
+    def staged(self) -> Any:
+        """The slot of the newest version, which stays leased; None when there is none."""
+        return self._slot if self.newest is not None else None
 
     def table(self, names: Mapping[PeerId, str]) -> list[str]:
         """A line a receiver: where it is, and why it is no further."""
@@ -226,7 +247,12 @@ class PublisherSchedule:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> list[Any]:
-        """Whatever is next: repeat Begin, convene, offer, announce, begin."""
+        """Whatever is next."""
+        effects = [] if self._w.transport == "endpoint" else self._broadcast(now)
+        return effects + self._tell(now)
+
+    def _broadcast(self, now: float) -> list[Any]:
+        """Repeat Begin, convene, offer, announce, begin."""
         if self._sending is not None and self._sending is self._offer:
             return self._begin(self._sending, now)
         effects: list[Any] = []
@@ -235,7 +261,7 @@ class PublisherSchedule:
                 return []
             self._asked = None
             effects.append(Note("no weights formation came about; convening again", "warning"))
-        wanted = [p for p in self.receivers if not self._sits_out(p, now)] or list(self.receivers)
+        wanted = self._wanted(now)
         if not wanted:
             return effects + (self._disband() if self.formation is not None else [])
         have = self._formed_receivers()
@@ -260,8 +286,8 @@ class PublisherSchedule:
             effects = [
                 e for p in silent for e in self._failed(p, version, offer.attempt, "no report after the broadcast", now)
             ]
-            return effects + self._advance(now)
-        if not lacking:
+            return effects + self._broadcast(now)
+        if 2 * len(lacking) <= len(have):
             self._offer = self._late_since = None
             return []
         if offer is None or offer.version != version:
@@ -279,11 +305,45 @@ class PublisherSchedule:
             if any(self._left(p) for p in late):
                 effects += self._disband()
                 self._reform_at = now
-            return effects + self._advance(now)
+            return effects + self._broadcast(now)
         if now < offer.repeat_at:
             return []
         offer.repeat_at = now + REPEAT_S
         return [AnnounceTo(p, ballot, version, offer.attempt, offer.slot) for p in late]
+
+    # Pulls ------------------------------------------------------------------------------------------------------------
+
+    def _tell(self, now: float) -> list[Any]:
+        """Tell those that lack a version, and will not get it by broadcast, from whom to pull it."""
+        effects: list[Any] = []
+        pullers = dict.fromkeys(self._pullers(now), self.newest)
+        for peer, r in self.receivers.items():
+            wants = r.report.wants if r.report is not None else None
+            version = wants if wants in self._past else pullers.get(peer)
+            if version is None or now < self._told.get(peer, now):
+                continue
+            if r.failed_in(version, self._attempt):
+                self._attempt += 1  # a failure is counted once an attempt
+            provers = [p for p, other in self.receivers.items() if p != peer and other.runs(version)]
+            holders = choose_holders(self.me.peer if version == self.newest else None, provers, len(self._told))
+            self._told[peer] = now + TELL_S
+            if holders:
+                slot = self._past[version]
+                effects.append(AnnounceTo(peer, None, version, self._attempt, slot, tuple(holders)))
+        return effects
+
+    def _pullers(self, now: float) -> list[PeerId]:
+        """Who lacks the newest version while most others have it, or is left out of formations."""
+        version = self.newest
+        if version is None:
+            return []
+        lacking = [p for p, r in self.receivers.items() if r.lacks(version, self.publications, now)]
+        if self._w.transport == "endpoint":
+            return lacking
+        wanted = dict.fromkeys(self._wanted(now))
+        few = 2 * sum(p in wanted for p in lacking) <= len(wanted)
+        offered = self._formed_receivers() if self._offer is not None and self._offer.version == version else []
+        return [p for p in lacking if p not in offered and (few or p not in wanted)]
 
     def _start(self, offer: _Offer, now: float) -> list[Any]:
         self.publications += offer.attempt == 1
@@ -325,6 +385,10 @@ class PublisherSchedule:
     def _strike(self, peer: PeerId, reason: str, now: float) -> list[Any]:
         count = self.receivers[peer].strike(reason, self.publications, now, 2 * self._w.ready_wait_s)
         return [SatOut(peer, count, reason)] if count else []
+
+    def _wanted(self, now: float) -> list[PeerId]:
+        """Whom a formation should have."""
+        return [p for p in self.receivers if not self._sits_out(p, now)] or list(self.receivers)
 
     def _sits_out(self, peer: PeerId, now: float) -> bool:
         return self.receivers[peer].sits_out(self.publications, now)

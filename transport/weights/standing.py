@@ -55,6 +55,10 @@ class Standing:
         over = self.failures < FAILURES_OF_A_VERSION or not self.sits_out(publications, now)
         return over and not self.final
 
+    def runs(self, version: Version) -> bool:
+        """Whether its engine runs exactly this version, proved: it holds the bytes, most likely."""
+        return self.report is not None and self.report.proved == version
+
     def failed_in(self, version: Version, attempt: int) -> bool:
         return (self.failed, self.failed_attempt) == (version, attempt)
 
