@@ -70,6 +70,9 @@ class Trainer(Struct, forbid_unknown_fields=True):
     wait_target: float = 0.05  # share of a step the trainer may wait before the window of credits grows
     retries: int = 2  # a prompt superseded more often is closed for the epoch as too slow
     credit_deadline_s: float = 600.0  # a credit older than this is revoked and accounted failed
+    step_wait_s: float = 10.0  # once one trainer is ready, for the others; then the step is made without their groups
+    admit_interval_s: float = 10.0  # between two trainers that join a run: each holds all steps for a moment
+    split_wait_s: float = 20.0  # trainers that lost more than half of themselves at once wait so long for the others
     threads: int = 0  # CPU threads; 0: cores over peers on this machine
 
 
@@ -103,10 +106,9 @@ class Mesh(Struct, forbid_unknown_fields=True):
     preset: Literal["local", "lan", "wan"] = "lan"  # how fast a dead peer is noticed
     address: str = ""  # to bind and advertise; empty: the one the rendezvous is reached by
     port: int = 0  # of the control socket; 0: any
-    join_timeout_s: float = 30.0  # somebody of a tcp:// rendezvous must answer
+    join_timeout_s: float = 24.0  # somebody of a tcp:// rendezvous must answer; a wrong one is told within 30 s
     min_trainers: int = 1  # fewer than this for grace_s: save and leave with exit code 75; a start waits for them too
     min_rollouts: int = 1  # the same for rollouts
-    split_wait_s: float = 20.0  # trainers that lost more than half of themselves at once wait so long for the others
     grace_s: float = 300.0  # to wait for replacements: as long as a scheduler takes to start a process again
 
 

@@ -25,6 +25,7 @@ import xxhash
 from msgspec import Struct
 from torch import Tensor
 
+from mesh.config import Trainer as Settings
 from mesh.effects import Note, Send
 from mesh.identity import PeerId
 from mesh.version import Ballot
@@ -90,9 +91,14 @@ class Reduction:
         return sum(b.tokens for b in self.brought.values())
 
 
-def timing(pieces: int, split_wait_s: float) -> Timing:
+def timing(settings: Settings, pieces: int) -> Timing:
     """Deadlines of a step: above those that its operations have."""
-    return Timing(reduce_s=30.0 + pieces * PIECE_S, split_wait_s=split_wait_s)
+    return Timing(
+        step_wait_s=settings.step_wait_s,
+        admit_interval_s=settings.admit_interval_s,
+        split_wait_s=settings.split_wait_s,
+        reduce_s=30.0 + pieces * PIECE_S,
+    )
 
 
 class Gradients:
@@ -146,7 +152,7 @@ class Gradients:
     # Main thread
     # ------------------------------------------------------------------------------------------------------------------
 
-    def begin(self, place: Place, expected: int, split_wait_s: float) -> None:
+    def begin(self, place: Place, expected: int) -> None:
         """*main*: look for the other trainers. ``expected`` were announced to start together; 0: nobody knows."""
 
         def run() -> None:
@@ -155,7 +161,7 @@ class Gradients:
                 self.peer.id,
                 place,
                 time.monotonic(),
-                timing=timing(pieces, split_wait_s),
+                timing=timing(self.peer.config.trainer, pieces),
                 name=self.name_of,
                 expected=expected,
             )

@@ -136,7 +136,7 @@ class Trainer:
     def run(self, expected: int) -> int:
         """Until the run is over. Each turn does what there is to do, then waits for something to happen."""
         place = Place(self.step, self.lineage, self.groups_trained, state.state_digest(self.policy))
-        self.gradients.begin(place, expected, self.config.mesh.split_wait_s)
+        self.gradients.begin(place, expected)
         while True:
             self.wake.clear()
             self.serve()

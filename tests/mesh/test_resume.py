@@ -3,7 +3,7 @@
 from conftest import SYNCHRONOUS
 from safetensors.numpy import load_file
 
-from roles.trainer import ledger
+from roles.trainer import checkpoint, ledger
 
 GROUPS = 8  # a step
 
@@ -36,11 +36,14 @@ def test_killed_peers_resume_to_the_same_bits(mesh, synchronous):
     assert (trainer.ends(), rollout.ends()) == (0, 0), trainer.said + rollout.said
     assert weights(mesh, 24) == weights(synchronous, 24)
     assert weights(mesh, 24) != weights(mesh, 16)
-    replayed = ledger.replay((mesh.run / "ledger").glob("*.jsonl"))
+    lineage = checkpoint.newest(mesh.run / "checkpoints").state.lineage
+    replayed = ledger.replay((mesh.run / "ledger").glob("*.jsonl"), lineage)
     assert len(replayed.trainers) == 3
     assert replayed.closes()
     assert replayed.groups["in_flight"] == 0
     assert mesh.summary()["ledger"] == replayed.groups
+    assert replayed.groups["trained"] == 24 * GROUPS, "what was trained after the last checkpoint was superseded"
+    assert replayed.groups["superseded"] == (11 - 8 + 19 - 16) * GROUPS
     assert mesh.summary()["steps"] == 24
 
 
