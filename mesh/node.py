@@ -20,11 +20,13 @@ from mesh.rundir import RunDir
 
 
 class Stop:
-    """Set by the first SIGINT or SIGTERM; a second one ends the process at once."""
+    """Set by the first SIGINT or SIGTERM; a second one ends the process at once. While the peer loads, before others
+    know it, the first one raises ``exits.Stopped`` wherever the main thread is: loading may take minutes."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
         self.why = ""
+        self.loading = False
         self._wake: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -42,6 +44,8 @@ class Stop:
         self.event.set()
         for wake in self._wake:
             wake()
+        if self.loading:
+            self.check()
 
     def is_set(self) -> bool:
         return self.event.is_set()
@@ -97,8 +101,10 @@ class Node:
         gc.collect()
         gc.freeze()
         gc.enable()
+        self.stop.loading = False
+        self.stop.check()
         peer.start()
-        peer.join(self.config.mesh.join_timeout_s)
+        peer.join(self.config.mesh.join_timeout_s, self.stop.check)
 
 
 def run_node(
@@ -130,12 +136,12 @@ def run_node(
         node = Node(role, config, directory, name, here, log, resume=resume, trainers=trainers)
         node.stop.install()
         gc.disable()  # until all is loaded (Node.join): a sixth of the time that loading takes
-        main = _main_of(role)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return exits.FAILURE
     try:
-        return main(node)
+        node.stop.loading = True
+        return _main_of(role)(node)
     except exits.Stopped as e:
         log.info("stopped by %s", e)
         return exits.STOPPED

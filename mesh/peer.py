@@ -156,8 +156,9 @@ class Peer:
         used (no permission, a name that does not resolve)."""
         self.membership = self._new_membership(self.card)  # its time begins now, however long loading took
         if self.role != "observer":
-            least = {"trainer": self.config.mesh.min_trainers, "rollout": self.config.mesh.min_rollouts}
-            self._quorum = Quorum(least, self.config.mesh.grace_s, clock())
+            mesh = self.config.mesh
+            least: dict[Role, int] = {"trainer": mesh.min_trainers, "rollout": mesh.min_rollouts}
+            self._quorum = Quorum(least, mesh.grace_s, clock())
             self._count()
             self.every(COUNT_S, self._count)
         self.every(BUSY_AGAIN_S, lambda: self._announce_busy() if self._busy else None)
@@ -181,9 +182,9 @@ class Peer:
         if found:
             self._run_effects(self.membership.contact(found, clock()))
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """Wait until somebody of the mesh has answered. Addresses that a user named must answer; where none are, or
-        only cards that may be old, a lone first peer goes on after a moment.
+        only cards that may be old, a lone first peer goes on after a moment. ``check`` is called all the while.
 
         Raises ValueError naming the address, what was seen there, and what to change."""
         seeds = [a for a in self._rendezvous.addresses() if a != self.address]
@@ -197,11 +198,15 @@ class Peer:
             if not self._alone():
                 return
             self.check()
+            check()
             time.sleep(0.02)
         if not needed:
             return
         seen = "; ".join(self.call(partial(self._endpoint.diagnose, a), 20.0) for a in seeds[:3])
-        raise ValueError(f"no peer of this run answered within {timeout_s:.0f} s: {seen}")
+        raise ValueError(
+            f"no peer of this run answered {self.name} on {self.card.host} within {timeout_s:.0f} s: {seen}; check "
+            f"mesh.rendezvous, and that others reach this peer at {self.address} (mesh.address)"
+        )
 
     def leave(self, reason: str, linger_s: float = 0.3) -> None:
         """Say goodbye, take the card back, stop the loop and close the sockets. Safe to call twice."""

@@ -46,7 +46,7 @@ class Rollout:
     def __init__(self, node: Node, peer: Any, engine: Engine, receiver: Receiver, task: Task, tokenizer: Any):
         self.node, self.peer, self.config = node, peer, node.config
         self.engine, self.receiver, self.task, self.tokenizer = engine, receiver, task, tokenizer
-        self.delivery = RolloutDelivery(self.config.rollout.groups_in_flight)
+        self.delivery = RolloutDelivery(self.config.rollout.groups_in_flight, max_lag=self.config.trainer.max_lag)
         self.rewards = RewardPool(self.config.task, self.config.rollout)
         self.metrics = MetricsWriter(node.run.path, node.name, tensorboard=False)
         self.setbacks = Setbacks()
@@ -156,7 +156,7 @@ class Rollout:
             if self.rewards.failure is not None:
                 raise self.rewards.failure
             if self.engine.failure is not None:
-                raise EngineDead(f"the engine ended: {self.engine.failure}") from self.engine.failure
+                raise EngineDead(self._obituary(self.engine.failure)) from self.engine.failure
             if hopeless := self.setbacks.hopeless():
                 raise GivenUp(hopeless)
             if (short := self.peer.short) is not None and short.over:
@@ -360,7 +360,14 @@ class Rollout:
             events=list(self.peer.events)[-5:],
         )
 
+    def _obituary(self, failure: BaseException) -> str:
+        card = self.peer.card
+        how = " ".join(str(failure).split()) or type(failure).__name__
+        return f"the engine of {card.name} on {card.host} has ended: {how}; start this rollout again"
+
     def _state(self) -> str:
+        if self.engine.failure is not None:
+            return "engine dead"
         if self.unproven:
             return f"unproven: {self.unproven}"[:60]
         if self.peer.short is not None:

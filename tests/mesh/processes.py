@@ -97,16 +97,25 @@ class Process:
     def code(self) -> int | None:
         return self._process.poll()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def ends(self, timeout_s: float = PATIENCE_S) -> int:
         """Its exit code, once it has ended."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} has not ended after {timeout_s:.0f} s; it said:\n{self.said}") from None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def listens(self) -> list[tuple[str, int]]:
+        """The addresses and ports on which it takes connections, those of its children not counted."""
+        found = psutil.Process(self.pid).net_connections("inet")
+        return sorted((c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN)
+
+    def memory(self) -> int:
+        """Bytes of it that are in memory, those of its children not counted."""
+        return psutil.Process(self.pid).memory_info().rss
 
     def kill(self) -> None:
         self._process.kill()

@@ -29,7 +29,7 @@ State = Literal["waiting", "ready", "unproven", "dead", "closed"]
 
 
 class EngineDead(RuntimeError):
-    """The engine's thread ended by an exception (the cause) and will sample nothing more."""
+    """The engine's thread or process has ended (the cause says how) and will sample nothing more."""
 
 
 class RequestFailed(RuntimeError):
@@ -137,6 +137,7 @@ class Engine(ABC):
     version: Version | None = None
     state: State = "waiting"
     failure: BaseException | None = None
+    """What ended it, set within a second of its end whether it was sampling or idle: the peer then leaves."""
     longest: int | None = None
     """Most tokens of a sequence, prompt included; None where the model sets no limit."""
 
