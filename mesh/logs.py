@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOMS = ("mesh", "transport", "roles")
-LINES_AT_ONCE = 500  # a mesh of hundreds that starts at once
-LINES_PER_S = 10.0  # below a gigabyte a week
+LINES_AT_ONCE = 1_000  # a mesh of hundreds that starts at once
+LINES_PER_S = 30.0  # a step of a toy model every 30 ms; 4 KiB each, a disk of a terabyte lasts for months
 
 
 class _Bounded(logging.Filter):
