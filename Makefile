@@ -9,7 +9,7 @@ TORCH ?= 2.13.0
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: help demo test lint format smoke sim clean
+.PHONY: help demo test lint format smoke sim chaos clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
@@ -35,6 +35,10 @@ smoke: $(VENV)/.installed ## the costs of the mesh as ratios, measured in one ru
 SEEDS ?= 0-9999
 sim: $(VENV)/.installed ## the protocols on a simulated network: SEEDS=0-9999, or SEED=17 to replay one
 	$(BIN)/python -m tests.sim $(if $(SEED),$(SEED),--seeds $(SEEDS))
+
+chaos: $(VENV)/.installed ## real peers killed, stopped and cut off, over 100 of them; SEED=7 repeats one storm
+	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED) --runs 1)
+	$(BIN)/python -m tests.chaos.parted
 
 clean: ## remove the virtual environment, caches and build leftovers; runs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

@@ -1,5 +1,6 @@
 """What must be true when a run is over, whatever was done to it. Each check returns its complaints; none: it holds."""
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -137,12 +138,15 @@ def unowned(names: set[str]) -> set[str]:
 
 
 def _held(process: Path) -> set[str]:
-    try:
-        files = {os.readlink(fd) for fd in (process / "fd").iterdir()}
-        maps = (process / "maps").read_text()
-    except OSError:  # it has ended, or is not ours
-        return set()
-    return files | {line.split(maxsplit=5)[5] for line in maps.splitlines() if str(SHARED_MEMORY) in line}
+    """What it has mapped or open, as far as it may be seen."""
+    found = set()
+    with contextlib.suppress(OSError):  # it has ended, or is not ours
+        lines = (process / "maps").read_text().splitlines()
+        found = {line.split(maxsplit=5)[5] for line in lines if str(SHARED_MEMORY) in line}
+        for descriptor in (process / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found.add(os.readlink(descriptor))
+    return found
 
 
 def leftovers(before: set[str], running: list[str], ports: list[int], free: Callable[[int], bool]) -> Check:
