@@ -5,7 +5,6 @@ says what each line means. The table is printed, and all values are written to `
 """
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -16,12 +15,10 @@ from pathlib import Path
 from parts import delivery, footprint, throughput, weights
 from parts.measure import ROOT, Result, Spread, environment
 from parts.mesh_run import MeshRun, mesh_run
-from rich.console import Console
-from rich.table import Table
+from parts.report import tell
 
 PARTS = ("weights", "delivery", "throughput", "demo", "help", "memory")
 RESULTS = Path(__file__).parent / "results/smoke.json"
-BUSY = 0.3  # load average before the benchmark from which on the numbers are doubtful
 
 
 def main() -> None:
@@ -35,16 +32,8 @@ def main() -> None:
         parser.error(f"unknown part {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
     where, began = environment(), time.time()
     results = measure(wanted, arguments.quick)
-    report = {
-        "what": "benchmarks/smoke.py" + (" --quick" if arguments.quick else ""),
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
-        "seconds": time.time() - began,
-        "environment": where,
-        "results": [result.as_dict() for result in results],
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    show(results, report)
+    what = "benchmarks/smoke.py" + (" --quick" if arguments.quick else "")
+    tell(what, results, where, began, arguments.out)
 
 
 def measure(wanted: list[str], quick: bool) -> list[Result]:
@@ -93,36 +82,6 @@ def demo(directory: Path, quick: bool, seen: list[MeshRun]) -> Result:
         },
         settings={"config": config.name, "steps": run.summary["steps"], "from_step": throughput.WARM, "rollouts": 2},
     )
-
-
-def show(results: list[Result], report: dict) -> None:
-    console = Console()
-    console.width = max(console.width, 150)  # also where it goes to a file
-    where = report["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    console.print(f"{where['processor']}, {where['cores']} cores; {versions}", highlight=False)
-    table = Table()
-    for name, justify in (("what", "left"), ("mesh", "right"), ("reference", "left"), ("ratio", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("aim")
-    for r in results:
-        reference = f"{_number(r.reference.median)} {r.unit}, {r.reference_name}" if r.reference else ""
-        ratio = f"{_number(r.ratio.median)} ({_number(r.ratio.low)} - {_number(r.ratio.high)})" if r.ratio else ""
-        table.add_row(r.name, f"{_number(r.mesh.median)} {r.unit}", reference, ratio, r.aim)
-    console.print(table, highlight=False)
-    for r in results:
-        numbers = {k: v for k, v in r.details.items() if isinstance(v, int | float)}
-        if numbers:
-            text = ", ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in numbers.items())
-            console.print(f"[dim]{r.name}: {text}[/]", highlight=False)
-    console.print(f"{report['seconds']:.0f} s; medians over rounds, ratios with their middle half in brackets")
-    if where["load"] > BUSY:
-        console.print(f"[yellow]the machine was busy before this began (load {where['load']:.1f}): measure again[/]")
-
-
-def _number(value: float) -> str:
-    """Three digits that count."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 if __name__ == "__main__":

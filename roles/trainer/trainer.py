@@ -555,6 +555,7 @@ class Trainer:
             "groups": float(sum(len(b.row.groups) for b in reduction.brought.values())),
             "trainers": float(len(self._members)),
             "term": float(self.version.term.counter),
+            "publishes": float(self.first),
         }
         if rewarded := sums["samples"] - sums["unrewarded"]:
             figures["reward"] = sums["reward"] / rewarded

@@ -106,7 +106,7 @@ class Storm:
     def _strike(self, blow: Blow) -> None:
         deadline = time.time() + PATIENCE_S
         while not (victims := self._victims(blow)):
-            if not self._wait(LOOK_S):
+            if not self._wait(LOOK_S) or self.step() >= CALM * self.size.steps:
                 return
             if time.time() > deadline:
                 self._complain(f"{blow}: nobody to strike for {PATIENCE_S:.0f} s without ending the last of a role")
@@ -144,10 +144,10 @@ class Storm:
         return any(other is peer for _, other in self._back)
 
     def publisher(self) -> str:
-        """The name of the trainer that opened the term which the rollouts are at."""
-        rows = [row for row in self.seen().peers if "term" in row]
-        newest = max((row["term"] for row in rows), default=[0, ""])
-        return next((row["name"] for row in rows if row["id"] == newest[1] and row["id"] not in self._dead), "")
+        """The name of the trainer that published last."""
+        rows = {peer.name: self._last_row(peer.name) for peer in self.peers.peers.values() if peer.role == "trainer"}
+        published = {name: row["time"] for name, row in rows.items() if row.get("publishes")}
+        return max(published, key=lambda name: published[name], default="")
 
     def works(self, peer: Peer) -> bool:
         """A trainer that has made a step since it was started, a rollout that runs a version."""
