@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parent / "results/recovery.json"
 TRAINERS, ROLLOUTS = 2, 3
 ENDLESS = ["run.steps=1000000", "task.heldout_prompts=0", "evaluation.every_steps=0"]
 DEATHS = ("a rollout", "a trainer", "the publisher")
-RESTART = "all of it, and started again"
+RESTART = "everything"
 
 
 @dataclass
@@ -131,7 +131,7 @@ def results(found: dict[str, Found], window_s: float) -> list[Result]:
     for name, f in found.items():
 
         def row(what: str, mesh: Sequence[float], f: Found = f, name: str = name, **rest) -> Result:
-            what = f"steps a minute, {name} killed: {what}"
+            what = f"steps a minute, {name} killed{' and started again' if f is restart else ''}: {what}"
             return compare(what, "1/min", mesh, f.before, "undisturbed, just before", settings=settings, **rest)
 
         rows.append(row("from the death on", f.during, details={"longest_pause_s": Spread.of(f.pause_s).median}))

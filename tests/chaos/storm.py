@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/quickstart.toml"
 LOOK_S = 0.05
 PATIENCE_S = 90.0  # for what takes ten seconds on an idle machine
+STILL_S = 240.0  # without a step: all trainers may have to start again, on a machine that others use too
 LEAVE_S = 10.0
 END_S = 60.0  # from the last step until every process has gone: the last evaluation, a checkpoint, the curve
 CALM = 0.7  # share of the steps after which nothing is struck any more
@@ -104,12 +105,12 @@ class Storm:
     # -- blows ---------------------------------------------------------------------------------------------------------
 
     def _strike(self, blow: Blow) -> None:
-        deadline = time.time() + PATIENCE_S
+        deadline = time.time() + STILL_S
         while not (victims := self._victims(blow)):
             if not self._wait(LOOK_S) or self.step() >= CALM * self.size.steps:
                 return
             if time.time() > deadline:
-                self._complain(f"{blow}: nobody to strike for {PATIENCE_S:.0f} s without ending the last of a role")
+                self._complain(f"{blow}: nobody to strike for {STILL_S:.0f} s without ending the last of a role")
                 return
         names = [peer.name for peer in victims]
         self.event(f"{blow}: {', '.join(names)}")
@@ -199,9 +200,9 @@ class Storm:
                 self.peers.start(peer)
         if (step := self.step()) != self._step:
             self._step, self._stepped = step, now
-        if now - self._stepped > PATIENCE_S:
-            self._complain(f"no step after {step} for {PATIENCE_S:.0f} s")
-            raise Stuck(f"no step after {step} for {PATIENCE_S:.0f} s")
+        if now - self._stepped > STILL_S:
+            self._complain(f"no step after {step} for {STILL_S:.0f} s")
+            raise Stuck(f"no step after {step} for {STILL_S:.0f} s")
 
     def _bring_back(self, peer: Peer) -> None:
         if peer.life.stopped:
@@ -218,7 +219,7 @@ class Storm:
 
     def _end(self) -> None:
         self.event("the storm is over")
-        if self._until(self._all_work, PATIENCE_S, "all peers work again"):
+        if self._until(self._all_work, STILL_S, "all peers work again"):
             self.event("all peers work again")
             self._compare_files()
         self._until(self.over, 4 * PATIENCE_S, "the run ends")
