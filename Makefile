@@ -9,10 +9,10 @@ TORCH ?= 2.13.0
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: help demo test lint format smoke sim chaos clean
+.PHONY: help demo test lint format smoke sim sim-scale chaos clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
 
 demo: $(VENV)/.installed ## one trainer and two rollouts teach a small model to sort; one rollout is killed on the way
 	@$(BIN)/mesh up configs/quickstart.toml --rollouts 2 --kill-rollout-at 0.33 --add-rollout-at 0.66
@@ -32,9 +32,12 @@ format: $(VENV)/.installed ## rewrite in the project's style
 smoke: $(VENV)/.installed ## the costs of the mesh as ratios, measured in one run
 	$(BIN)/python benchmarks/smoke.py
 
-SEEDS ?= 0-9999
-sim: $(VENV)/.installed ## the protocols on a simulated network: SEEDS=0-9999, or SEED=17 to replay one
-	$(BIN)/python -m tests.sim $(if $(SEED),$(SEED),--seeds $(SEEDS))
+SEEDS ?= 10000
+sim: $(VENV)/.installed ## the protocols on a simulated network: SEEDS=10000 or 500-999; SEED=17 replays one (SCENARIO=mesh)
+	$(BIN)/python -m tests.sim $(if $(SEED),$(SEED),--seeds $(SEEDS)) $(if $(SCENARIO),--scenario $(SCENARIO))
+
+sim-scale: $(VENV)/.installed ## what a member costs in meshes of 10, 100 and 1000, and how soon changes are known
+	$(BIN)/python -m tests.sim.scale 10 100 1000
 
 chaos: $(VENV)/.installed ## real peers killed, stopped and cut off, over 100 of them; SEED=7 repeats one storm
 	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED) --runs 1)

@@ -102,6 +102,9 @@ class Training(World):
         node.doom(self.rng.randint(0, effects))
         return False
 
+    def left_behind(self, trains: Trains) -> None:
+        """Another formation prevails over that of this trainer, whose weights are still what they were."""
+
     def until(self, done: Callable[[], str], within_s: float, what: str) -> float:
         """Run until ``done`` returns nothing; what it returns else is what is missing. Raises Failure."""
         start = self.now
@@ -182,6 +185,11 @@ def scenario(seed: int) -> Training:
     world.run(calm_at)
     calm(world, addresses)
     return world
+
+
+def seeds_of(point: str, count: int) -> range:
+    """Seeds of ``deaths`` whose first death is at this point."""
+    return range(POINTS.index(point), len(POINTS) * count, len(POINTS))
 
 
 def deaths(seed: int) -> Training:

@@ -103,6 +103,7 @@ class Trains(Part):
         self.transfer: Transfer | None = None
         self.buffers: dict[tuple[Ballot, int], Buffer] = {}
         self.applying = False
+        self.pace = 1.0  # of its learning, as a factor of time
         self._id = node.id
 
     @property
@@ -152,6 +153,7 @@ class Trains(Part):
                 self.node.after(self.world.rng.random() * self.world.trouble.transfer_s, partial(self._send, effect))
             case LeftBehind(reason):
                 self.world.log(self.node, f"is left behind: {reason}")
+                self.world.left_behind(self)
                 self.life += 1
                 self.buffers.clear()
                 self.batch = None
@@ -167,7 +169,8 @@ class Trains(Part):
         if self.learning == (step, self.life):
             return
         self.learning = (step, self.life)
-        self.node.after(self.world.rng.random() * self.world.trouble.learn_s, partial(self._learned, step, self.life))
+        learn_s = self.world.rng.random() * self.world.trouble.learn_s * self.pace
+        self.node.after(learn_s, partial(self._learned, step, self.life))
 
     def _learned(self, step: int, life: int, idle: bool = True) -> Iterable[Any]:
         if life != self.life or step != self.place.step + 1 or self.world.at_point(self.node, "before ready"):

@@ -1,4 +1,4 @@
-"""What a member costs does not grow with the mesh, on the simulated clock and in counted bytes; ``make sim-scale`` prints
+"""What a member costs does not grow with the mesh: on the simulated clock, in counted bytes. ``make sim-scale`` prints
 the figures."""
 
 import math
