@@ -12,9 +12,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("mesh", "transport", "roles")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-# Code runs when these read bytes, or torch carries Python objects with them.
+# Code runs when these read bytes or text, or torch carries Python objects with them.
 FORBIDDEN = re.compile(
     r"\b(c?pickle|_pickle|cloudpickle|dill|marshal|shelve|recv_pyobj|send_pyobj|recv_serialized|send_serialized"
+    r"|joblib|jsonpickle|yaml\.(?:load|unsafe_load|full_load)|np\.load|numpy\.load|torch\.jit\.load|hub\.load"
+    r"|(?<![.\w])(?:eval|exec|compile|__import__)(?=\()|shell=True|os\.(?:system|popen)"
     r"|torch\.load|weights_only|broadcast_object_list|all_gather_object|gather_object|scatter_object_list"
     r"|send_object_list|recv_object_list|allow_pickle)\b"
 )
@@ -68,6 +70,10 @@ def test_the_rules_below_see_the_source() -> None:
     assert "mesh.secret" in imports(ROOT / "transport" / "endpoint.py")
     assert FORBIDDEN.search("x = torch.load(path)")
     assert not FORBIDDEN.search("torch.loads")
+    for code in ("eval(text)", "exec(text)", "yaml.load(file)", "np.load(path)", "run(x, shell=True)", "import dill"):
+        assert FORBIDDEN.search(code), code
+    for code in ("model.eval()", "re.compile(text)", "yaml.safe_load(file)", "executor(x)"):
+        assert not FORBIDDEN.search(code), code
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_of)
