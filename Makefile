@@ -9,7 +9,7 @@ TORCH ?= 2.13.0
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: help demo test lint format smoke sim sim-scale chaos clean
+.PHONY: help demo test lint format smoke sim sim-scale chaos fuzz clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -42,6 +42,10 @@ sim-scale: $(VENV)/.installed ## what a member costs in meshes of 10, 100 and 10
 chaos: $(VENV)/.installed ## real peers killed, stopped and cut off, over 100 of them; SEED=7 repeats one storm
 	$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED) --runs 1)
 	$(BIN)/python -m tests.chaos.parted
+
+FRAMES ?= 1000000
+fuzz: $(VENV)/.installed ## absurd and damaged messages into live peers: FRAMES=1000000, SEED for another sequence
+	FRAMES=$(FRAMES) $(if $(SEED),SEED=$(SEED)) $(BIN)/python -m pytest tests/mesh/test_fuzz.py
 
 clean: ## remove the virtual environment, caches and build leftovers; runs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
