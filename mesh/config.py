@@ -245,12 +245,14 @@ def dumps(config: Config) -> str:
     return tomli_w.dumps(msgspec.to_builtins(config))
 
 
-def agreed_digests(config: Config) -> dict[str, str]:
-    """A short digest for each section that all peers must have alike, and for how completions are sampled."""
+def agreed_digests(config: Config, *, model: str = "", data: str = "") -> dict[str, str]:
+    """A short digest for each section that all peers must have alike, and for how completions are sampled. ``model``
+    and ``data`` are digests of the files that model.path and task.data name: at two hosts a path may name others."""
     parts = {name: msgspec.to_builtins(getattr(config, name)) for name in AGREED}
     parts["trainer"] = {k: v for k, v in parts["trainer"].items() if k != "threads"}
     parts["rollout"] = {k: getattr(config.rollout, k) for k in ("temperature", "max_new_tokens")}
-    return {name: _digest(part) for name, part in parts.items()}
+    files = {"model.path": model, "task.data": data}
+    return {name: _digest(part) for name, part in parts.items()} | {k: v[:16] for k, v in files.items() if v}
 
 
 def _digest(part: dict) -> str:

@@ -75,8 +75,9 @@ class Node:
         self._key = secret.load(self.run.path)
         self._meeting = rendezvous.parse(url) if url else rendezvous.Directory(self.run.rendezvous)
 
-    def peer(self) -> Any:
-        """The peer of this process, its sockets bound but not yet joined. Raises ValueError, in one line."""
+    def peer(self, **files: str) -> Any:
+        """The peer of this process, its sockets bound but not yet joined. ``files``: digests of what must be alike at
+        all peers beside the settings, as ``agreed_digests`` takes them. Raises ValueError, in one line."""
         from mesh.peer import Peer
 
         return Peer(
@@ -88,7 +89,7 @@ class Node:
             keys=secret.keys(self._key),
             rendezvous=self._meeting,
             address=launch.advertised_address(self._meeting, self.config.mesh.address, self.launch),
-            agreed=settings.agreed_digests(self.config) if self.role != "observer" else {},
+            agreed=settings.agreed_digests(self.config, **files) if self.role != "observer" else {},
         )
 
     def _distinguishing_name(self) -> str:

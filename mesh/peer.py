@@ -155,12 +155,6 @@ class Peer:
         """Publish the card, contact the rendezvous, start the loop. Raises ValueError when the rendezvous cannot be
         used (no permission, a name that does not resolve)."""
         self.membership = self._new_membership(self.card)  # its time begins now, however long loading took
-        if self.role != "observer":
-            mesh = self.config.mesh
-            least: dict[Role, int] = {"trainer": mesh.min_trainers, "rollout": mesh.min_rollouts}
-            self._quorum = Quorum(least, mesh.grace_s, clock())
-            self._count()
-            self.every(COUNT_S, self._count)
         self.every(BUSY_AGAIN_S, lambda: self._announce_busy() if self._busy else None)
         self._rendezvous.publish(self.card, self.run)
         addresses = [a for a in self._rendezvous.addresses() if a != self.address]
@@ -187,6 +181,18 @@ class Peer:
         only cards that may be old, a lone first peer goes on after a moment. ``check`` is called all the while.
 
         Raises ValueError naming the address, what was seen there, and what to change."""
+        self._find(timeout_s, check)
+        if self.role != "observer":
+            self.call(self._begin_to_count)
+
+    def _begin_to_count(self) -> None:
+        mesh = self.config.mesh
+        least: dict[Role, int] = {"trainer": mesh.min_trainers, "rollout": mesh.min_rollouts}
+        self._quorum = Quorum(least, mesh.grace_s, clock())
+        self._count()
+        self.every(COUNT_S, self._count)
+
+    def _find(self, timeout_s: float, check: Callable[[], None]) -> None:
         seeds = [a for a in self._rendezvous.addresses() if a != self.address]
         if not seeds:
             return

@@ -113,9 +113,13 @@ def objection(card: PeerCard, me: PeerCard, protocol: int = PROTOCOL) -> str:
         return f"protocols {protocol} and {PROTOCOL} differ {both}: install the same mesh-node on both"
     if "observer" in (card.role, me.role):
         return ""
-    sections = sorted({*card.agreed, *me.agreed})
-    differ = [f"[{name}]" for name in sections if card.agreed.get(name) != me.agreed.get(name)]
-    return f"settings differ in {', '.join(differ)} {both}: start both from the same file"[:4096] if differ else ""
+    names = sorted({*card.agreed, *me.agreed})
+    differ = [name for name in names if card.agreed.get(name) != me.agreed.get(name)]
+    if sections := [f"[{name}]" for name in differ if "." not in name]:
+        return f"settings differ in {', '.join(sections)} {both}: start both from the same file"[:4096]
+    if differ:  # settings alike, but not the files that they name
+        return f"{' and '.join(differ)} name files that differ {both}: give both the same ones"[:4096]
+    return ""
 
 
 class Roster:

@@ -4,6 +4,8 @@ One clear line when there is none.
 Safetensors only, and no code from the directory unless ``model.trust_remote_code`` says so.
 """
 
+import hashlib
+import json
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,7 +14,7 @@ from urllib.request import getproxies
 import torch
 from safetensors import SafetensorError
 
-from mesh.config import Model
+from mesh.config import Config, Model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -56,6 +58,40 @@ def load_tokenizer(path: str, settings: Model):
         )
     except (OSError, ValueError, ImportError) as e:
         raise _unusable(settings, e) from e
+
+
+IDENTITY = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+"""Files of a model that its peers must have alike: they decide the tensors' shapes, what a token means, and what a
+prompt looks like. Weights are compared elsewhere, tensor by tensor."""
+
+UNIMPORTANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # what a library writes about itself
+
+
+def files_digest(config: Config) -> str:
+    """A digest, 16 hexadecimal digits, of what ``IDENTITY`` lists of the model at ``model.path``. To be asked once the
+    model is loaded: a hub's files are in the cache then."""
+    from transformers.utils import cached_file
+
+    from roles.starter import resolve
+
+    path = resolve(config.model.path, config.run.seed)
+    digest = hashlib.blake2b(digest_size=8)
+    for name in IDENTITY:
+        found = cached_file(path, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            digest.update(f"{name}\0".encode() + _without_the_unimportant(Path(found)))
+    return digest.hexdigest()
+
+
+def _without_the_unimportant(path: Path) -> bytes:
+    data = path.read_bytes()
+    if not path.name.endswith("config.json"):
+        return data
+    tree = json.loads(data)
+    return json.dumps({k: v for k, v in tree.items() if k not in UNIMPORTANT}, sort_keys=True).encode()
 
 
 def only_local(path: str) -> bool:

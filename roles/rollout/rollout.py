@@ -23,6 +23,7 @@ from mesh.version import Version
 from roles.device import backend_of, device_of
 from roles.formations import group_builder
 from roles.metrics import MetricsWriter, process_figures
+from roles.models import files_digest
 from roles.rollout.engines import load_engine
 from roles.rollout.engines.base import Engine, EngineDead, Request, RequestFailed
 from roles.rollout.rewards import RewardPool
@@ -421,7 +422,7 @@ def main(node: Node) -> int:
     backend = backend_of(node.config.weights.backend, device)
     engine, tokenizer = load_engine(node.config, device)
     check_prompts(task, tokenizer, engine, node.config.rollout.max_new_tokens)
-    peer = node.peer()
+    peer = node.peer(model=files_digest(node.config), data=task.digest)
     receiver = Receiver(peer, node.config.weights, group_builder(peer, backend), engine_build=engine.build)
     reason = parting(None)
     try:

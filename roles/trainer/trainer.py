@@ -34,7 +34,7 @@ from mesh.node import Node
 from mesh.version import Lineage, Version
 from roles.device import backend_of, device_of
 from roles.formations import group_builder
-from roles.models import DTYPES
+from roles.models import DTYPES, files_digest
 from roles.rollout.tasks import load_task
 from roles.trainer import checkpoint, ledger, state
 from roles.trainer.acts import Apply, Diverged, LeftBehind, Opened, Transfer
@@ -668,7 +668,7 @@ def main(node: Node) -> int:
     policy = load_policy(config, device_of(node.launch))
     task = load_task(config.task)
     data = Dataset(name=config.task.data, size=len(task.train), digest=task.digest, seed=config.run.seed)
-    peer = node.peer()
+    peer = node.peer(model=files_digest(config), data=task.digest)
     trainer = Trainer(node, peer, policy, data, found if node.resume else checkpoint.Found(None, None), refusal)
     reason = parting(None)
     try:

@@ -1,10 +1,16 @@
 """What a user gets wrong: one line that says what, where and what to change, the exit code, nothing left running."""
 
+import contextlib
+import http.server
+import os
+import shutil
 import socket
 import sys
+import threading
 
 import pytest
 from processes import Mesh
+from test_busy_peer import make_peer
 
 
 def fails(mesh, process, *says):
@@ -99,25 +105,71 @@ LATER = {  # role, settings, what the line says
     "no such file": ("rollout", {"task.data": "nothing.jsonl"}, ["task.data", "nothing.jsonl"]),
     "no such module": ("rollout", {"task.reward": "nowhere:f"}, ['task.reward = "nowhere:f"', "nowhere"]),
     "no such function": ("rollout", {"task.reward": "gate:exactly"}, ['task.reward = "gate:exactly"']),
-    "nobody answers": (
+    "a port in use": ("trainer", {"mesh.port": "{silent}"}, ["mesh.port = {silent} on 127.0.0.1 is in use", "choose"]),
+    "an address of another machine": (
         "rollout",
-        {"mesh.rendezvous": "tcp://127.0.0.1:{free}", "mesh.join_timeout_s": 1},
-        ["no peer of this run answered within 1 s", "127.0.0.1:{free}"],
+        {"mesh.address": "192.0.2.7"},
+        ["mesh.address = 192.0.2.7 is not an address of this machine"],
     ),
-    "a port in use": ("trainer", {"mesh.port": "{taken}"}, ["mesh.port", "{taken}"]),
+    "a loopback address, and others are remote": (
+        "rollout",
+        {"mesh.address": "127.0.0.1", "mesh.rendezvous": "tcp://198.51.100.1:4000"},
+        ["must reach this one from 198.51.100.1, and 127.0.0.1 is a loopback address; set mesh.address to one of"],
+    ),
+    "a rendezvous whose name nobody knows": (
+        "rollout",
+        {"mesh.rendezvous": "tcp://no-such-host.invalid:4000"},
+        ["mesh.rendezvous: host no-such-host.invalid cannot be resolved"],
+    ),
+    **{
+        f"a rendezvous where {where}": (
+            "rollout",
+            {"mesh.rendezvous": f"tcp://127.0.0.1:{{{port}}}", "mesh.join_timeout_s": 1},
+            ["no peer of this run answered rollout on ", " within 1 s: ", says, f":{{{port}}}", "(mesh.address)"],
+        )
+        for where, port, says in (
+            ("nobody listens", "free", "nobody listens at"),
+            ("a web server answers", "web", "is not a peer: another program has this port"),
+            ("somebody listens and never speaks", "silent", "a connection opens, but nobody speaks"),
+            ("packets vanish", "hole", "its host is down, or something on the way drops packets"),
+            ("peers of another secret live", "other", "refuses this run's secret: another run, or another secret"),
+        )
+    },
 }
+
+
+@contextlib.contextmanager
+def neighbours(directory):
+    """Ports of this machine where all kinds of programs but no peer of the run are found."""
+    with contextlib.ExitStack() as stack:
+        silent, hole, free = (stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0)) for _ in range(3))
+        for _ in range(4):  # a queue of connections that nobody accepts: when it is full, the kernel drops what comes
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(hole.getsockname())
+        silent.listen(64)
+        web = stack.enter_context(
+            http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+        )
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        stack.callback(web.shutdown)
+        other = make_peer(directory, "other")
+        other.start()
+        stack.callback(other.leave, "done")
+        ports = {"silent": silent, "hole": hole, "free": free, "web": web.socket}
+        names = {name: end.getsockname()[1] for name, end in ports.items()}
+        free.close()
+        yield names | {"other": other.address.rpartition(":")[2]}
 
 
 @pytest.fixture(scope="module")
 def later(tmp_path_factory, model):
     """All of them at once: most of their time goes into importing torch."""
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
-        names = {"taken": taken.getsockname()[1], "free": free.getsockname()[1]}
-        free.close()
+    with neighbours(tmp_path_factory.mktemp("other")) as names:
         started = {}
         for case, (role, settings, says) in LATER.items():
             mesh = Mesh(tmp_path_factory.mktemp("later"), model)
-            names["dir"] = mesh.directory
+            names |= {"dir": mesh.directory}
             filled = {key: str(value).format(**names) for key, value in settings.items()}
             process = mesh.start(role, set=filled, env={"HF_HUB_OFFLINE": "1"})
             started[case] = (mesh, process, [text.format(**names) for text in says])
@@ -132,6 +184,21 @@ def test_what_is_found_later(later, case):
     fails(mesh, process, *says)
     [log] = (mesh.run / "logs").iterdir()
     assert "Traceback" in log.read_text()
+
+
+def test_two_hosts_with_other_models_at_the_same_path(mesh, model, other_model):
+    path = mesh.directory / "model"
+    shutil.copytree(model, path)
+    trainer = mesh.start("trainer", set={"model.path": path})
+    trainer.joins(mesh)
+    os.rename(path, mesh.directory / "model-of-the-trainer")
+    shutil.copytree(other_model, path)
+    rollout = mesh.start("rollout", set={"model.path": path})
+    assert rollout.ends() == 1
+    for text in ("model.path name files that differ between rollout on ", " and trainer on ", "give both the same"):
+        assert text in rollout.error
+    trainer.says("refused rollout on ")
+    assert trainer.code is None
 
 
 def test_a_local_mesh_whose_rollouts_all_fail_does_not_wait_for_others(mesh):

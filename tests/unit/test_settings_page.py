@@ -17,7 +17,8 @@ overrides it. Unknown keys and values out of bounds are refused at the start; `m
 effect. All numbers are finite, and seconds (`_s`) are positive.
 
 All peers of a run must have `[model]`, `[task]`, `[trainer]` (but for `threads`), `[evaluation]`, `rollout.temperature`
-and `rollout.max_new_tokens` alike; who differs is refused by name at first contact.
+and `rollout.max_new_tokens` alike, and the files that `model.path` (configuration, tokenizer) and `task.data` name; who
+differs is refused by name at first contact.
 """
 
 
