@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from transport.formation import Formation
+from transport.formation import Formation, FormationBroken
 from transport.messages import Go, Member
 from transport.store import MeshStore
 from transport.weights.mover import Build
@@ -14,10 +14,13 @@ def group_builder(peer: Any, backend: str = "gloo", worker: int = 0) -> Build:
     weights = peer.config.weights
 
     def build(go: Go, abandon: threading.Event) -> Formation:
+        me, convener = Member(peer.id, worker), Member(go.ballot.convener)
+        if me not in go.members or len(set(go.members)) != len(go.members):
+            raise FormationBroken(f"{go.kind} formation {go.ballot}: its convener names no possible ranks", [convener])
         store = MeshStore(go.kind, go.ballot, peer.request_store, weights.form_timeout_s, abandon)
         return Formation.build(
             go,
-            Member(peer.id, worker),
+            me,
             store,
             host=peer.ip,
             backend=backend,

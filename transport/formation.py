@@ -275,7 +275,10 @@ def _call_roll(
         time.sleep(pause)
         pause = min(2 * pause, POLL_MOST_S)
     for member, payload in zip(go.members, store.multi_get(keys), strict=True):
-        other = msgspec.json.decode(payload, type=_Card)
+        try:
+            other = msgspec.json.decode(payload, type=_Card)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            raise FormationBroken(f"{name}: what {_who(member)} says of itself cannot be read: {e}", [member]) from None
         for what in ("backend", "torch", "nccl", "environment"):
             if (mine := getattr(card, what)) != (theirs := getattr(other, what)):
                 raise FormationBroken(

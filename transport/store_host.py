@@ -13,6 +13,7 @@ MAX_KEYS = 1 << 16  # of one formation; gloo sets one a rank
 MAX_BYTES = 64 << 20  # keys and values of one formation
 MAX_VALUE = 1 << 16  # gloo's value grows by 8 bytes a rank
 MAX_KEYS_ASKED = 4096  # in one StoreGet
+MAX_ANSWER = 1 << 19  # bytes of values in one StoreAnswer, which must fit a frame
 MAX_OPEN = 16  # formations one peer convenes at a time
 
 
@@ -49,6 +50,8 @@ class StoreHost:
             if len(message.keys) > MAX_KEYS_ASKED:
                 raise ValueError(f"{sender} asks for {len(message.keys)} store keys at once; most is {MAX_KEYS_ASKED}")
             found = [keys.values.get(key) for key in message.keys]
+            if (nbytes := sum(len(value or b"") for value in found)) > MAX_ANSWER:
+                raise ValueError(f"{sender} asks for {nbytes} bytes of store values at once; most is {MAX_ANSWER}")
             return StoreAnswer(message.kind, message.ballot, message.number, found)
         request = (sender, message.number)
         if request not in keys.answered:

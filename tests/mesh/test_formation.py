@@ -348,6 +348,16 @@ def test_a_wrong_address_and_a_foreign_member_are_refused():
         Formation.build(go, MEMBERS[0], torch.distributed.HashStore(), host="::1", backend="mpi", timeout_s=1)
 
 
+def test_rubbish_that_a_member_says_of_itself_breaks_the_build_and_names_it():
+    go = Go("weights", Ballot(1, "a"), MEMBERS[:2])
+    for rubbish in (b"\xff\xfe", b"[1, 2", b"{}"):
+        store = torch.distributed.HashStore()
+        store.set("weights/1.a/here/1", rubbish)
+        with pytest.raises(FormationBroken, match="what peer 0001 says of itself cannot be read") as broken:
+            Formation.build(go, MEMBERS[0], store, host="127.0.0.1", timeout_s=LONG_S)
+        assert broken.value.members == (MEMBERS[1],)
+
+
 # The store alone ------------------------------------------------------------------------------------------------
 
 BALLOT = Ballot(3, "c")
@@ -384,6 +394,13 @@ def test_the_store_refuses_an_unknown_ballot_too_much_and_nonsense():
     host.close("weights", BALLOT)
     with pytest.raises(ValueError, match="is not kept here"):
         host.receive("p", StoreGet("weights", BALLOT, 2, ["k"]))
+
+
+def test_a_key_asked_for_again_and_again_makes_no_endless_answer():
+    host = opened()
+    host.receive("p", StoreSet("weights", BALLOT, 1, "k", bytes(MAX_VALUE)))
+    with pytest.raises(ValueError, match="asks for 1048576 bytes of store values at once"):
+        host.receive("p", StoreGet("weights", BALLOT, 2, ["k"] * 16))
 
 
 def test_the_store_is_bounded_in_bytes(monkeypatch):

@@ -45,6 +45,7 @@ class Mover:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_QUEUED)
         self._lock = threading.Lock()
         self._wanted: Ballot | None = None
+        self._next: tuple[Go, threading.Event] | None = None  # to be built
         self._abandon = threading.Event()
         self._current: Formation | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -58,7 +59,9 @@ class Mover:
             self._abandon.set()
             self._abandon = abandon = threading.Event()
             self._wanted = go.ballot
-        self._queue.put_nowait(lambda: self._build(go, abandon))
+            waiting, self._next = self._next, (go, abandon)
+        if waiting is None:  # however many are called for meanwhile, the newest is built
+            self._queue.put_nowait(self._build)
 
     def disband(self, ballot: Ballot) -> None:
         """End what runs in this formation and close it."""
@@ -99,7 +102,11 @@ class Mover:
             self._port.post(lambda: _raise(error))
             raise
 
-    def _build(self, go: Go, abandon: threading.Event) -> None:
+    def _build(self) -> None:
+        with self._lock:
+            called, self._next = self._next, None
+        assert called is not None
+        go, abandon = called
         self._drop()
         if abandon.is_set():
             return
