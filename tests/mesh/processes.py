@@ -19,6 +19,7 @@ import psutil
 from mesh import config as settings
 from mesh import launch
 from mesh.node import Node
+from mesh.peer import Peer
 from mesh.rundir import RunDir
 from roles.metrics import read_rows
 from transport.accounts import Accounts, AnyEntry
@@ -121,8 +122,11 @@ class Process:
         self._process.kill()
         self._process.wait()
 
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
     def interrupt(self) -> None:
-        self._process.send_signal(signal.SIGINT)
+        self.send(signal.SIGINT)
 
     def joins(self, mesh: "Mesh") -> None:
         """Wait until others can find it."""
@@ -284,28 +288,32 @@ class Mesh:
                 yield _entries.decode(line)
 
     @contextmanager
+    def observer(self) -> Iterator[Peer]:
+        """A peer in this process that sees the mesh and does no work."""
+        config, log = settings.load(self.config), logging.getLogger("mesh")
+        peer = Node("observer", config, RunDir.make(self.run), "watcher", launch.detect(), log).peer()
+        peer.start()
+        try:
+            yield peer
+        finally:
+            peer.leave("seen enough")
+
+    @contextmanager
     def watched(self) -> Iterator[dict[str, Status]]:
         """The last status of each peer, by name, as an observer of the mesh sees it."""
         seen: dict[str, Status] = {}
-        config = settings.load(self.config)
-        log = logging.getLogger("mesh")
-        node = Node("observer", config, RunDir.make(self.run), "watcher", launch.detect(), log)
-        peer = node.peer()
+        with self.observer() as peer:
 
-        def look() -> None:
-            for card in peer.live():
-                peer.send(card.id, Look(seq=1))
+            def look() -> None:
+                for card in peer.live():
+                    peer.send(card.id, Look(seq=1))
 
-        def told(sender: str, status: Status) -> None:
-            seen[peer.membership.card_of(sender).name] = status
+            def told(sender: str, status: Status) -> None:
+                seen[peer.membership.card_of(sender).name] = status
 
-        peer.on(Status, told)
-        peer.every(0.05, look)
-        peer.start()
-        try:
+            peer.on(Status, told)
+            peer.every(0.05, look)
             yield seen
-        finally:
-            peer.leave("seen enough")
 
     def peer_id(self, name: str) -> str:
         """The id of a peer that has its card in the run directory: it is there, or was killed."""

@@ -69,3 +69,84 @@ def test_trainers_die_at_every_point_of_a_step_and_the_others_make_exactly_that_
         assert steps == list(range(steps[0], steps[0] + len(steps))), f"{name} left a step out, or made one twice"
     reached = max(made[survivor.name])
     assert {step for steps in made.values() for step in steps} == set(range(1, reached + 1))
+
+
+STEPS = 40
+WHOLE = {"run.steps": STEPS, "trainer.admit_interval_s": 0.3, "checkpoint.every_steps": 5}
+
+
+def ended_well(mesh, *processes):
+    """The run came to its end; returns its summary."""
+    assert [p.ends() for p in processes] == [0] * len(processes), "\n".join(p.said for p in processes)
+    summary = mesh.summary()
+    assert summary["steps"] == STEPS
+    assert summary["ledger_closed"]
+    state = checkpoint.newest(mesh.run / "checkpoints").state
+    assert state.version.number == STEPS
+    replayed = nothing_is_trained_twice(mesh, state.lineage, state.groups_trained)
+    assert summary["ledger"] == replayed.groups
+    return summary
+
+
+def test_two_trainers_train_one_policy_and_a_third_comes_late(mesh):
+    mesh.hold()
+    rollouts = [mesh.start("rollout", name=f"rollout-{i}", set=WHOLE) for i in range(2)]
+    trainers = [mesh.start("trainer", "--trainers", "2", name=f"trainer-{i}", set=WHOLE) for i in range(2)]
+    for trainer in trainers:
+        trainer.says("of 2 trainers opens at step 0")
+    mesh.hold_after(10 * GROUPS)
+    mesh.let_go()
+    soon((mesh.gate / "closed").exists, "the gate is closed")
+    makes_steps(mesh, "trainer-0", 0)
+    late = mesh.start("trainer", name="late", set=WHOLE)
+    late.says("of 3 trainers opens at step")
+    mesh.let_go()
+    ended_well(mesh, *trainers, late, *rollouts)
+
+    assert sum("published here" in t.said for t in trainers) >= 1
+    assert "published here" not in late.said
+    rows = {name: {r["step"]: r for r in mesh.rows(name)} for name in ("trainer-0", "trainer-1", "late")}
+    assert set(rows["trainer-0"]) == set(rows["trainer-1"]) == set(range(1, STEPS + 1))
+    assert max(rows["late"]) == STEPS
+    for step, row in rows["trainer-0"].items():
+        for other in rows.values():
+            assert step not in other or other[step]["loss"] == row["loss"], "what a step sums is the same for all"
+    assert rows["trainer-0"][STEPS]["trainers"] == 3
+    assert rows["trainer-0"][2]["groups"] == GROUPS, "groups_per_step is of all trainers together"
+
+
+def test_all_trainers_die_and_new_ones_go_on_from_the_checkpoint(mesh):
+    rollout = mesh.start("rollout", set=WHOLE)
+    trainers = [mesh.start("trainer", "--trainers", "2", name=f"trainer-{i}", set=WHOLE) for i in range(2)]
+    mesh.hold_after(13 * GROUPS)
+    soon((mesh.gate / "closed").exists, "the gate is closed")
+    before = mesh.peer_id("rollout")
+    for trainer in trainers:
+        trainer.kill()
+    rollout.says("trainer-0 died")
+    rollout.says("trainer-1 died")
+    new = [mesh.start("trainer", "--resume", "--trainers", "2", name=f"new-{i}", set=WHOLE) for i in range(2)]
+    for trainer in new:
+        trainer.says("resumed from")
+        trainer.says("of 2 trainers opens at step")
+    mesh.let_go()
+    assert mesh.peer_id("rollout") == before, "the rollout is the same peer"
+    summary = ended_well(mesh, *new, rollout)
+    assert summary["ledger"]["trained"] == STEPS * GROUPS
+
+
+def test_a_stopped_trainer_starts_again_as_a_new_one_and_is_taken_in(mesh):
+    settings = WHOLE | {"run.steps": 100_000}
+    rollout = mesh.start("rollout", set=settings)
+    trainers = [mesh.start("trainer", "--trainers", "2", name=f"trainer-{i}", set=settings) for i in range(2)]
+    makes_steps(mesh, "trainer-0", 5)
+    [publisher] = [t for t in trainers if "published here" in t.said]
+    [other] = [t for t in trainers if t is not publisher]
+    publisher.send(signal.SIGSTOP)
+    other.says(f"{publisher.name} died")
+    makes_steps(mesh, other.name, 3)
+    publisher.send(signal.SIGCONT)
+    publisher.says("starting again as a new peer")
+    publisher.says("taken in at step")
+    makes_steps(mesh, publisher.name, 3)
+    ends_well(mesh, *trainers, rollout)
