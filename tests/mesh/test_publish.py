@@ -12,6 +12,7 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,19 @@ from mesh.effects import Note, Send
 from mesh.identity import PeerCard
 from mesh.version import Ballot, Lineage, Version
 from transport.formation import Formation
-from transport.messages import Accept, Announce, Begin, Decline, Go, Invite, Member, Probe
+from transport.messages import (
+    Accept,
+    Announce,
+    Begin,
+    Decline,
+    Go,
+    Invite,
+    Member,
+    Probe,
+    PullAsk,
+    PullDecline,
+    PullTell,
+)
 from transport.store import MeshStore
 from transport.store_host import StoreHost
 from transport.weights.manifest import Manifest
@@ -207,9 +220,9 @@ def state(seed, dtype=torch.float32):
     return tensors
 
 
-def publisher(hub, manifest, peer="t"):
+def publisher(hub, manifest, peer="t", weights=WEIGHTS):
     port = HubPort(hub, peer, "trainer")
-    p = Publisher(port, manifest, WEIGHTS, port.build)
+    p = Publisher(port, manifest, weights, port.build)
     hub.open.append(p)
     port.start()
     return p
@@ -323,6 +336,8 @@ def test_a_late_joiner_gets_the_newest_version(hub):
     late = receiver(hub, "b")
     assert same(prove(late, v(1)).tensors, state(1))
     assert early.offered() is None
+    assert late.stats().pulls == 1
+    assert p.stats().broadcasts == 2, "who has the version is not disturbed for who joins late"
     assert set(soon(lambda: len(p.proved_by(v(1))) == 2 and p.proved_by(v(1)))) == {"a", "b"}
 
 
@@ -430,6 +445,130 @@ def test_a_new_publisher_takes_over_and_the_old_term_is_refused(hub):
     assert same(prove(r, v(0, Ballot(5, "u"))).tensors, state(4))
     with pytest.raises(ValueError, match="not of the term that is open"):
         second.publish(v(1), state(1), PROBE)
+
+
+def test_what_a_rollout_proved_is_pulled_from_it_when_the_publisher_does_not_answer(hub):
+    p = publisher(hub, Manifest.from_state(state(0)))
+    early = receiver(hub, "a")
+    p.open_term(LINEAGE)
+    p.publish(v(0), state(0), PROBE)
+    prove(early, v(0))
+    soon(lambda: p.proved_by(v(0)))
+    hub.drop = lambda sender, to, message: to == "t" and isinstance(message, PullAsk)
+    late = receiver(hub, "b")
+    assert same(prove(late, v(0)).tensors, state(0))
+    assert early.stats().served_bytes == late.stats().pulled_bytes == p.manifest.nbytes
+
+
+def test_a_pull_goes_on_at_another_holder_when_one_dies(hub):
+    p = publisher(hub, Manifest.from_state(state(0)))
+    receivers = [receiver(hub, peer) for peer in "abc"]
+    p.open_term(LINEAGE)
+    p.publish(v(0), state(0), PROBE)
+    for r in receivers:
+        prove(r, v(0))
+    soon(lambda: len(p.proved_by(v(0))) == 3)
+    told = []
+
+    def dies_after_one_chunk(sender, to, message):
+        if isinstance(message, PullTell):
+            told.append(sender)
+            if told.count(told[0]) == 2 and sender == told[0]:
+                threading.Thread(target=hub.ports[sender].stop, daemon=True).start()
+            return told.count(told[0]) > 1 and sender == told[0]
+        return False
+
+    hub.drop = dies_after_one_chunk
+    late = receiver(hub, "d")
+    assert same(prove(late, v(0)).tensors, state(0))
+    assert hub.ports[told[0]].dead
+    assert set(told) > {told[0]}
+
+
+def test_a_pull_never_costs_the_trainer_a_snapshot(hub):
+    p = publisher(hub, Manifest.from_state(state(0)))
+    r = receiver(hub, "a")
+    p.open_term(LINEAGE)
+    p.publish(v(0), state(0), PROBE)
+    prove(r, v(0))
+    soon(lambda: p.proved_by(v(0)))
+    puller = HubPort(hub, "x", "observer")
+    declined = []
+    puller.on(PullDecline, lambda sender, message: declined.append(message.version))
+    puller.start()
+    ask = PullAsk(v(0), [0])
+    puller.post(lambda: puller.send("t", ask))
+    soon(lambda: p.stats().served_bytes)
+    hub.drop = lambda sender, to, message: isinstance(message, Begin)
+    assert p.publish(v(1), state(1), PROBE)
+    soon(lambda: p._schedule._sending)  # and nobody takes part: it goes on until its deadline
+    assert p.publish(v(2), state(2), PROBE)
+    assert sorted(owner for _, owner in p._leases.held()) == ["v0@3", "v1@3", "v2@3"]
+    assert p.publish(v(3), state(3), PROBE)
+    puller.post(lambda: puller.send("t", ask))
+    assert soon(lambda: declined) == [v(0)]
+    hub.drop = lambda sender, to, message: False
+    assert same(prove(r, v(3)).tensors, state(3))
+    assert p.stats().skipped == 0
+
+
+def test_a_new_term_with_the_same_weights_moves_no_bytes(hub):
+    manifest = Manifest.from_state(state(0))
+    first, second = publisher(hub, manifest, "t"), publisher(hub, manifest, "u")
+    receivers = [receiver(hub, "a"), receiver(hub, "b")]
+    first.open_term(LINEAGE)
+    for number in range(2):
+        first.publish(v(number), state(number), PROBE)
+        for r in receivers:
+            prove(r, v(number))
+    hub.ports["t"].stop()
+    term = Ballot(5, "u")
+    second.open_term(LINEAGE.open(term, 1))
+    second.publish(v(1, term), state(1), PROBE)
+    for r in receivers:
+        taken = prove(r, v(1, term))
+        assert same(taken.tensors, state(1))
+        assert taken.arrived.lineage == LINEAGE.open(term, 1)
+        assert (r.stats().adopted, r.stats().pulled_bytes) == (1, 0)
+    soon(lambda: len(second.proved_by(v(1, term))) == 2)
+    assert second.stats().broadcasts == second.stats().served_bytes == 0
+    second.publish(v(2, term), state(2), PROBE)
+    for r in receivers:
+        assert same(prove(r, v(2, term)).tensors, state(2))
+
+
+def test_a_publisher_that_another_has_replaced_is_refused_while_that_one_lives(hub):
+    manifest = Manifest.from_state(state(0))
+    first, second = publisher(hub, manifest, "t"), publisher(hub, manifest, "u")
+    r = receiver(hub, "a")
+    first.open_term(LINEAGE)
+    first.publish(v(0), state(0), PROBE)
+    prove(r, v(0))
+    term = Ballot(5, "u")
+    second.open_term(LINEAGE.open(term, 0))
+    second.publish(v(0, term), state(3), PROBE)
+    assert same(prove(r, v(0, term)).tensors, state(3))
+    first.publish(v(1), state(1), PROBE)  # it has not heard of its successor
+    second.publish(v(1, term), state(4), PROBE)
+    taken = []
+    while not taken or taken[-1] != v(1, term):
+        arrived = soon(r.offered)
+        r.took(arrived, Proof(arrived.version, True, "", 0.0, 1e-3, 1.0, "", 0.0))
+        taken.append(arrived.version)
+    assert {version.term for version in taken} == {term}
+    soon(lambda: second.proved_by(v(1, term)))
+
+
+def test_weights_travel_by_the_endpoint_alone_when_so_set(hub):
+    p = publisher(hub, Manifest.from_state(state(0)), weights=msgspec.structs.replace(WEIGHTS, transport="endpoint"))
+    receivers = [receiver(hub, "a", lambda port: None), receiver(hub, "b", lambda port: None)]
+    p.open_term(LINEAGE)
+    for number in range(3):
+        p.publish(v(number), state(number), PROBE)
+        for r in receivers:
+            assert same(prove(r, v(number)).tensors, state(number))
+    assert p.stats().broadcasts == 0
+    assert p.stats().served_bytes >= 3 * p.manifest.nbytes
 
 
 def test_nobody_proves_in_time_and_the_error_has_a_line_a_receiver(hub):
