@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from tests.sim import membership, mesh, split, step
+from tests.sim import membership, mesh, split, step, trainers
 from tests.sim.world import Failure
 
 SCENARIOS = {
@@ -21,6 +21,8 @@ SCENARIOS = {
     "step": step.scenario,
     "deaths": step.deaths,
     "split": split.scenario,
+    "trainers": trainers.scenario,
+    "trainers": trainers.scenario,
 }
 BATCH = 50  # seeds that a process tries before it tells of them
 

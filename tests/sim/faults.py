@@ -28,6 +28,7 @@ from tests.sim.trainer import Disk
 from tests.sim.world import Failure
 from transport import credits
 from transport.credits import TrainerDelivery
+from transport.delivery import RolloutDelivery
 from transport.messages import Held, StepHere
 from transport.view import RolloutView
 from transport.weights.reception import ReceiverSchedule
@@ -227,6 +228,17 @@ def _(patch):
 def _(patch):
     ended = ReceiverSchedule.receive_ended
     patch.setattr(ReceiverSchedule, "receive_ended", lambda self, *a, **more: ended(self, *a, **more | {"busy": False}))
+
+
+@fault("a group is handed over under the credit of another", 6, mesh.scenario, 10, "under the credit of prompt")
+def _(patch):
+    finished, last = RolloutDelivery.finished, {}
+
+    def mixed(self, trainer, id, group, now):
+        group, last[id, trainer] = last.get((id - 1, trainer), group), group
+        return finished(self, trainer, id, group, now)
+
+    patch.setattr(RolloutDelivery, "finished", mixed)
 
 
 @fault("a shadow is written in the engine's hands", 6, mesh.scenario, 100, "engine")

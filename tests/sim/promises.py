@@ -2,6 +2,21 @@
 own, for which it asks no machine, and raises AssertionError when the two differ.
 
 The truth about weights is which version was computed from which; lag, lineage and "trained once" follow from it.
+
+Where each promise is checked, after every event unless it says otherwise:
+
+1   membership.py: nobody is dead without a whole suspicion, views are who joined and did not depart; in calm and after
+    deaths they become exactly the living, in the detection time. split.py: halves become one
+2   mesh.py, trainers.py: what is on order and held
+3   here, mesh.py and trainers.py: trained once on a lineage, a credit ends once; at the end the records close, and list
+    what was not trained. split.py: of two lineages the one with more groups trained goes on
+4   here: lag and lineage of what is trained, by the truth about weights
+5   here: proofs only rise, what is reported was proved, tokens delivered are of proved versions, terms rise
+6   here, and the guards of buffers in weights.py: tokens tell by what weights they were sampled
+7   every scenario: calm comes to its end within a time; no machine waits for what does not come
+8   not here: it is about time spent, which a simulation makes up. benchmarks/ measures it
+9   not here: bytes are the codec's and the endpoint's; tests/mesh
+10  step_record.py: a step is applied by all, after all have its gradient, and weights are bit-identical
 """
 
 from collections.abc import Sequence
@@ -12,7 +27,7 @@ from mesh.version import Ballot, Version
 from roles.trainer.buffer import Trajectory
 from tests.sim.node import Node
 from transport.accounts import AnyEntry, Ended, Issued, Trained
-from transport.messages import Accept, Answer, Delivery, Go, Group, Report
+from transport.messages import Accept, Answer, Credit, Delivery, Go, Group, Report
 
 
 def versions_in(group: Group) -> list[Version]:
@@ -112,10 +127,22 @@ class Promises:
         for version in versions_in(group):
             assert version in self._proved.get(node.id, []), f"{node.label} delivers tokens of {version}, not proved"
 
+    def _labelled(self, credit: Credit, group: Group) -> None:
+        """Its tokens are of the versions that they are said to be of, and of this credit's prompt."""
+        for completion in group.completions:
+            prompt, sampled = completion.segments
+            assert list(prompt.tokens) == [credit.epoch, credit.prompt], (
+                f"a group of prompt {prompt.tokens[1]} comes under the credit of prompt {credit.prompt}"
+            )
+            for span in sampled.spans:
+                [weights] = self.content(span.version, 1)
+                assert all(sampled.tokens[span.start : span.stop] == weights), f"tokens are not of {span.version}"
+
     def trained(self, before: Version, after: Version, batch: Sequence[Trajectory]) -> None:
         """The step from one version to the next, with these groups."""
         self._made(after, before)
         for t in batch:
+            self._labelled(t.credit, t.group)
             for version in versions_in(t.group):
                 assert version in self.weights[before], f"{after} is trained on {version}, of another lineage"
                 lag = before.number - version.number

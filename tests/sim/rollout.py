@@ -18,24 +18,27 @@ from transport.messages import Answer, Completion, Credit, CreditId, Group, Segm
 if TYPE_CHECKING:
     from tests.sim.mesh import Mesh
 
-PROMPT = Segment(np.zeros(2, np.int32), False, np.zeros(0, np.float32))
+NOTHING = np.zeros(0, np.float32)
 
 
 @dataclass
 class Work:
-    """One credit: it waits for a version it admits, then samples for ``left`` seconds under ``versions``."""
+    """One credit: it waits for a version it admits, then samples for ``left`` seconds, under each of ``versions`` one
+    token, which is what the engine's weights really were."""
 
     trainer: PeerId
     credit: Credit
     left: float
     versions: list[Version] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     admitted: bool = False
 
     def group(self) -> Group:
         n = len(self.versions)
         spans = [Span(version, i, i + 1) for i, version in enumerate(self.versions)]
-        sampled = Segment(np.zeros(n, np.int32), True, np.zeros(n, np.float32), spans)
-        return Group([Completion([PROMPT, sampled], 1.0, "stop")] * self.credit.size, min(self.versions))
+        prompt = Segment(np.array([self.credit.epoch, self.credit.prompt], np.int32), False, NOTHING)
+        sampled = Segment(np.array(self.tokens, np.int32), True, np.zeros(n, np.float32), spans)
+        return Group([Completion([prompt, sampled], 1.0, "stop")] * self.credit.size, min(self.versions))
 
 
 class Samples(Part):
@@ -46,6 +49,7 @@ class Samples(Part):
         self.world: Mesh = node.world  # type: ignore[assignment]
         self.delivery = RolloutDelivery(self.world.rng.randint(1, 5))
         self.version: Version | None = None  # of the engine, proved
+        self.weights: list[int] = []  # what it runs on
         self.work: dict[tuple[PeerId, CreditId], Work] = {}
         self.over = ""
         self._pins: dict[Version, int] = {}
@@ -139,6 +143,7 @@ class Samples(Part):
         yield world.rng.random() * world.trouble.prove_s
         whole = world.promises.content(version, BUCKETS)
         assert flat.held == whole, f"the engine of {self.node.label} loaded something else than {version}"
+        self.weights = list(flat.held)
         broken = self.node.address == world.broken
         proved = not broken and (version in self._failed or not world.chance(world.trouble.proof))
         if proved:
@@ -176,6 +181,7 @@ class Samples(Part):
             return
         if version not in work.versions:
             work.versions.append(version)
+            work.tokens.append(self.weights[0])
         work.left -= TICK_S
         if work.left > 0:
             return
