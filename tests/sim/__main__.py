@@ -22,7 +22,6 @@ SCENARIOS = {
     "deaths": step.deaths,
     "split": split.scenario,
     "trainers": trainers.scenario,
-    "trainers": trainers.scenario,
 }
 BATCH = 50  # seeds that a process tries before it tells of them
 
