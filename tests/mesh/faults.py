@@ -133,6 +133,23 @@ def loads_for_ever():
     rollout.load_engine = loads
 
 
+def flips_a_bit():
+    """Trainer: of its third step on, one bit of one weight is another than the optimizer made it."""
+    import torch
+
+    from roles.trainer.policy import Policy
+
+    step = Policy.step
+
+    def spoiled(self, tokens):
+        figures = step(self, tokens)
+        if self.steps == 3:
+            self.parameters["model.norm.weight"].data.view(torch.int32)[5] ^= 1
+        return figures
+
+    Policy.step = spoiled
+
+
 POINTS = (
     "before it is ready", "in the all-reduce", "before it tells its reduction", "before the optimizer step",
     "before publication", "before the verdicts",

@@ -150,3 +150,16 @@ def test_a_stopped_trainer_starts_again_as_a_new_one_and_is_taken_in(mesh):
     publisher.says("taken in at step")
     makes_steps(mesh, publisher.name, 3)
     ends_well(mesh, *trainers, rollout)
+
+
+def test_trainers_that_differ_stop_and_name_the_first_tensor(mesh):
+    mesh.start("rollout", set=WHOLE)
+    sound = mesh.start("trainer", "--trainers", "2", name="sound", set=WHOLE)
+    spoiled = mesh.start("trainer", "--trainers", "2", name="spoiled", fault="flips_a_bit", set=WHOLE)
+    assert (sound.ends(), spoiled.ends()) == (1, 1)
+    for trainer in (sound, spoiled):
+        assert "weights or optimizer differ before step 4" in trainer.error
+        assert "sound@" in trainer.error
+        assert "spoiled@" in trainer.error
+        assert "the first tensor that differs is weight/model.norm.weight" in trainer.error
+    assert max(steps_of(mesh, "sound")) == max(steps_of(mesh, "spoiled")) == 3
