@@ -86,7 +86,8 @@ class Trainer:
         self.learned: Learned | None = None
         self.told = 0  # the step for which the others know what this trainer brings
         self.wake = threading.Event()
-        self.run_over = False  # another trainer has finished it
+        self.run_over = False  # another trainer has said that it has finished it
+        self._began = time.time()
         self._refusal = refusal  # why this trainer may join a run, but not begin it
         self._members: tuple[PeerId, ...] = ()  # of the formation
         self._gathered = False  # as many peers were here as a start needs
@@ -117,7 +118,7 @@ class Trainer:
         rng = np.random.default_rng(self.config.run.seed)
         self._unpublished: Probe | None = None  # of a snapshot that found no buffer free
         self.probe = rng.integers(0, policy.vocabulary, self.config.weights.probe_tokens).astype(np.int32)
-        first_id = _close_dead_ledgers(node)
+        first_id = ledger.close_all_dead(node.run.ledgers)
         self.ledger = open_ledger(node.run.ledgers, peer.id, peer.run, first_id)
         self.intake = Intake(peer, self.config, data, self.ledger, first_id=first_id, vocabulary=policy.vocabulary)
         self.intake.arrived = self.wake.set
@@ -142,7 +143,7 @@ class Trainer:
             self.serve()
             if self.opened and self.step < self.config.run.steps:
                 self.work()
-            elif self.opened and self.first:
+            elif self.opened and self.first and not self._finished():
                 with contextlib.suppress(Overtaken):
                     return self.finish()
             elif self.opened and self._over():
@@ -321,6 +322,9 @@ class Trainer:
             self._deal(withdrawn)
         if self.first and self._fresh:
             self.evaluate()
+        if self._fresh:
+            self._stepped_at = time.perf_counter()
+            self.progress.split.clear()
         self._fresh = False
 
     def _deal(self, withdrawn: bool = False) -> None:
@@ -365,6 +369,8 @@ class Trainer:
         self.learned, self.told = None, 0
         self._refusal = ""
         self._fresh = False
+        self._stepped_at = time.perf_counter()
+        self.progress.split.clear()
         self.gradients.taken(loaded, "")
         self.peer.note(f"taken in at step {self.step}")
 
@@ -412,7 +418,14 @@ class Trainer:
             self._closed = True
             self.intake.close()
         self.progress.state = "standing by"
-        return self.run_over
+        return self.run_over or self._finished()
+
+    def _finished(self) -> bool:
+        """Whether another trainer has finished this run, by what it has left: its goodbye may have been lost."""
+        try:
+            return self.node.run.summary.stat().st_mtime > self._began
+        except FileNotFoundError:
+            return False
 
     def _close_accounts(self) -> None:
         """The other trainers close theirs when they have made the last step; those of the dead are closed here."""
@@ -633,14 +646,6 @@ def all_masked(row: Row) -> Row:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _close_dead_ledgers(node: Node) -> int:
-    """Account what trainers of this run that are gone left open; the first credit id that none of them used."""
-    paths = sorted(node.run.ledgers.glob("*.jsonl"))
-    for path in paths:
-        ledger.close_dead(path)
-    return ledger.replay(paths).next_id if paths else 0
 
 
 def _refusal(node: Node, found: checkpoint.Found) -> str:
