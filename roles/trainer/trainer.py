@@ -87,7 +87,7 @@ class Trainer:
         self.told = 0  # the step for which the others know what this trainer brings
         self.wake = threading.Event()
         self.run_over = False  # another trainer has said that it has finished it
-        self._began = time.time()
+        self._summary_was = self._summary_time()
         self._refusal = refusal  # why this trainer may join a run, but not begin it
         self._members: tuple[PeerId, ...] = ()  # of the formation
         self._gathered = False  # as many peers were here as a start needs
@@ -299,7 +299,7 @@ class Trainer:
         """A formation has opened a term on the weights that all its members hold."""
         if self._refusal and self._fresh:
             raise ValueError(self._refusal)
-        grown = not set(event.members) <= set(self._members)
+        grown = self._undealt or not set(event.members) <= set(self._members)
         self._members = event.members
         self.lineage = event.place.lineage
         assert event.place.step == self.step, f"at step {self.step}, opened at {event.place.step}"
@@ -422,10 +422,13 @@ class Trainer:
 
     def _finished(self) -> bool:
         """Whether another trainer has finished this run, by what it has left: its goodbye may have been lost."""
+        return self._summary_time() != self._summary_was
+
+    def _summary_time(self) -> float:
         try:
-            return self.node.run.summary.stat().st_mtime > self._began
+            return self.node.run.summary.stat().st_mtime
         except FileNotFoundError:
-            return False
+            return 0.0
 
     def _close_accounts(self) -> None:
         """The other trainers close theirs when they have made the last step; those of the dead are closed here."""
