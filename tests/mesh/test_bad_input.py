@@ -129,7 +129,7 @@ LATER = {  # role, settings, what the line says
         )
         for where, port, says in (
             ("nobody listens", "free", "nobody listens at"),
-            ("a web server answers", "web", "is not a peer: another program has this port"),
+            ("a web server waits for a request", "web", "another program"),
             ("somebody listens and never speaks", "silent", "a connection opens, but nobody speaks"),
             ("packets vanish", "hole", "its host is down, or something on the way drops packets"),
             ("peers of another secret live", "other", "refuses this run's secret: another run, or another secret"),
