@@ -324,6 +324,7 @@ class Rollout:
             **{f"groups/{k}": float(v) for k, v in self.delivery.counts.items()},
             "groups/failed_in_a_row": float(self.setbacks.in_a_row),
             **{f"rewards/{k}": float(v) for k, v in self.rewards.counts.items()},
+            **{f"weights/{k}": float(v) for k, v in vars(self.receiver.stats()).items()},
             **(
                 {"probe/difference": proof.difference, "probe/floor": proof.floor, "probe/power": proof.power}
                 if proof
