@@ -37,10 +37,10 @@ sent since, so an Ask that crosses an Answer is not served twice.
 superseded by age or failed more than ``retries`` times is closed for the epoch. Death of a rollout, loss of a message
 and a change of lineage are not the prompt's fault and count for nothing; with the same attempt comes the same seed.
 
-**Several trainers.** Every prompt of an epoch has one owner among those who train together (``roles/trainer/
-dataset.py``), and only the owner orders it. A rollout offers its free places to trainers in proportion to their share
-of a batch. When a trainer is gone, its credits in progress are aborted, and the groups it has not given a verdict on
-become **orphans**: the rollout names them in its Asks to all trainers. The prompt's new owner *adopts* one by a credit
+**Several trainers.** Every prompt of an epoch has one owner among those who train together, and only the owner orders
+it (``roles/trainer/dataset.py``). A rollout offers its free places to trainers in proportion to their share of a batch.
+When a trainer is gone, its credits in progress are aborted, and the groups it has not given a verdict on become
+**orphans**: the rollout names them in its Asks to all trainers. The prompt's new owner *adopts* one by a credit
 that names it, if its versions can still be trained and the prompt is neither trained, closed nor out; before any new
 prompt. The rollout then delivers the group under that credit at once. What its trainer trained before it went is in the
 bits of its owner, who got them with that step, so such a group is not adopted, whatever became of the verdict. Orphans
