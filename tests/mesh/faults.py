@@ -202,6 +202,21 @@ def dies():
             killed_in(Intake, "committed")
 
 
+def pauses():
+    """Trainer: while the file ``paused`` is beside the gate, its own thread does nothing; its loop answers as ever."""
+    from roles.trainer.trainer import Trainer
+
+    learn = Trainer.learn
+
+    def paused(self, batch):
+        while (WRONG.parent / "paused").exists():
+            (WRONG.parent / "stands").touch()
+            time.sleep(0.01)
+        return learn(self, batch)
+
+    Trainer.learn = paused
+
+
 if __name__ == "__main__":
     globals()[sys.argv.pop(1)]()
     node()
