@@ -133,7 +133,6 @@ class Gradients:
         self._names: dict[PeerId, str] = {}
         self._go: Go | None = None
         self._contribution: Contribution | None = None
-        self._reducing: Contribution | None = None  # in this formation; what it comes to may still be applied
         self._reductions: dict[tuple[Ballot, int], Reduction] = {}
         self._giving: Giving | None = None
         self._taking: Taking | None = None
@@ -190,17 +189,6 @@ class Gradients:
             self._run(self._company.ready(step, groups, tokens, time.monotonic()))
 
         self.peer.post(run)
-
-    def withdraw(self) -> bool:
-        """*main*: take back the gradient that was ready. False when it is being reduced already: then it stands."""
-
-        def run() -> bool:
-            if self._contribution is None or self._contribution is self._reducing:
-                return False
-            self._contribution = None
-            return True
-
-        return self.peer.call(run)
 
     def reduction(self, apply: Apply) -> Reduction:
         """*main*: what this step applies."""
@@ -268,8 +256,14 @@ class Gradients:
             self._names[card.id] = f"{card.name}" if "@" in card.name else f"{card.name}@{card.host}"
         while len(self._names) > MOST_NAMES:
             del self._names[next(iter(self._names))]
-        if self.company is not None:
-            self._run(self.company.live([card.id for card in cards], time.monotonic()))
+        if self.company is None:
+            return
+        self._run(self.company.live([card.id for card in cards], time.monotonic()))
+        higher = max(self.peer.live(), key=lambda card: card.highest_term, default=None)
+        ballot = self.company.ballot
+        if self.company.first and higher is not None and higher.highest_term > ballot.counter:
+            reason = f"{higher.name} has seen term {higher.highest_term}: what is published here would be refused"
+            self._run(self.company.broken(ballot, reason, time.monotonic()))
 
     def name_of(self, peer: PeerId) -> str:
         """``name@host`` of a trainer, also of one that is gone. Any thread."""
@@ -321,7 +315,6 @@ class Gradients:
                     self._confirmed(newcomer, reason)
                 case Opened():
                     self._reductions.clear()
-                    self._reducing = None
                     self._tell(effect)
                 case Apply() | Transfer() | Loaded() | LeftBehind() | Diverged():
                     self._tell(effect)
@@ -361,7 +354,6 @@ class Gradients:
             mine = None
         if mine is not None and mine.gradient is None and len(self._company.members) > 1:
             mine = None  # it was computed alone: it comes again, copied
-        self._reducing = mine
         if len(self._company.members) == 1:
             brought = {self.peer.id: mine.brought} if mine is not None else {}
             self._reductions[reduce.ballot, reduce.step] = Reduction(None, brought)

@@ -93,6 +93,7 @@ class Trainer:
         self._gathered = False  # as many peers were here as a start needs
         self._fresh = True  # no term was opened yet
         self._undealt = False  # the formation has grown, and prompts are still to be dealt to all its members
+        self._idle_at = -1  # the step from which this trainer was taken in: it brings nothing to the first one it makes
         self._closed = False
         self._stepped_at = time.perf_counter()
         self._unproved_since = self._evaluation_moved = time.monotonic()
@@ -308,18 +309,23 @@ class Trainer:
         others = f" of {len(event.members)} trainers" if len(event.members) > 1 else ""
         self.peer.log.info("term %s%s opens at step %d%s", event.ballot, others, self.step,
                            ", published here" if self.first else "")  # fmt: skip
-        withdrawn = grown and self.learned is not None and self.gradients.withdraw()
         if self.first:
             self.publisher.open_term(self.lineage)
         else:
             self._unpublished = None
             self.publisher.retire()
         self.publish()
-        self._undealt = grown and self.learned is not None and not withdrawn
-        if self._undealt:  # first the step that its gradient is being reduced for
+        self._undealt = grown and self.learned is not None
+        if (
+            self._undealt
+        ):  # its gradient is good still, and newcomers bring none to this step: the prompts come after it
             self.intake.advance(self.version, self.lineage)
+            self._offer_again()
         else:
-            self._deal(withdrawn)
+            self._deal()
+        if self.step == self._idle_at:
+            self.told = self.step + 1
+            self.gradients.ready(self.told, None)
         if self.first and self._fresh:
             self.evaluate()
         if self._fresh:
@@ -327,24 +333,19 @@ class Trainer:
             self.progress.split.clear()
         self._fresh = False
 
-    def _deal(self, withdrawn: bool = False) -> None:
-        """Each trainer of the formation has its own prompts. A gradient that was withdrawn is good still, unless some
-        of its groups are of prompts that are another's now."""
-        ended = set(self.intake.opened(self._members, self.peer.id, self.version, self.lineage))
+    def _deal(self) -> None:
+        """Each trainer of the formation has its own prompts, and its share of a step."""
         self._undealt = False
+        self.intake.opened(self._members, self.peer.id, self.version, self.lineage)
         if self.learned is None:
             self.told = 0
-        if self.learned is None or not withdrawn:
-            return
-        left = [t for t in self.learned.batch if t.credit.id not in ended]
-        if len(left) < len(self.learned.batch):
-            self.learned, self.told = None, 0
-            self.intake.put_back(left)
-            return
-        if self.learned.contribution.gradient is None and not self.gradients.alone:
+
+    def _offer_again(self) -> None:
+        """A gradient that was computed alone was not copied; it is to be summed with others now."""
+        if self.learned is not None and self.learned.contribution.gradient is None and not self.gradients.alone:
             flat = self.policy.flat_gradient()
             self.learned.contribution = replace(self.learned.contribution, gradient=flat)
-        self.gradients.ready(self.told, self.learned.contribution)
+            self.gradients.ready(self.told, self.learned.contribution)
 
     def give(self, transfer: Transfer) -> None:
         """All hold at this step: a newcomer gets what they have alike."""
@@ -369,6 +370,7 @@ class Trainer:
         self.learned, self.told = None, 0
         self._refusal = ""
         self._fresh = False
+        self._idle_at = self.step
         self._stepped_at = time.perf_counter()
         self.progress.split.clear()
         self.gradients.taken(loaded, "")
