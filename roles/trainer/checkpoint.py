@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mesh.version import Lineage, Version
-from roles.trainer.policy import Policy, clean_name
+from roles.trainer.policy import Policy, clean_name, unwrapped
 
 MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer.safetensors"
 SCRATCH = ".saving-"
@@ -262,7 +262,7 @@ def _bytes(text: str) -> torch.Tensor:
 
 
 def _save_model(policy: Policy, directory: Path) -> None:
-    model = getattr(policy.model, "_orig_mod", policy.model)
+    model = unwrapped(policy.model)
     model.save_pretrained(directory, state_dict={clean_name(k): v for k, v in model.state_dict().items()})
     policy.tokenizer.save_pretrained(directory)
 

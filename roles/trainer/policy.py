@@ -71,7 +71,7 @@ class Policy:
         self.optimizer = adamw(parameters, self.settings)
         first = parameters[0]
         self.device, self.dtype = first.device, first.dtype
-        takes = inspect.signature(getattr(self.model, "_orig_mod", self.model).forward).parameters
+        takes = inspect.signature(unwrapped(self.model).forward).parameters
         self._keeps_logits = "logits_to_keep" in takes
         self._passes_positions = "position_ids" in takes
 
@@ -239,20 +239,39 @@ class Policy:
 
 
 def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    kept = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    kept = {clean_name(name) for name in model.state_dict()}
+    return {name: buffer for name, buffer in model.named_buffers() if clean_name(name) in kept}
+
+
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What torch.compile and activation checkpointing call the module that they wrap, wherever it stands. They leave its
+weights what they are. (FSDP2 has no wrapper; sharded tensors are refused where weights are described.)"""
 
 
 def clean_name(name: str) -> str:
-    """A weight's name without the mark of torch.compile. Raises ValueError for wrappers that change what it is."""
-    name = name.replace("_orig_mod.", "")
-    parts = name.split(".")
-    if parts[0] == "module" or any(p == "base_layer" or p.startswith("lora_") for p in parts):
+    """A weight's name without the marks of wrappers. Raises ValueError for those that change what it is."""
+    parts = [part for part in name.split(".") if part not in WRAPPED]
+    changed = (
+        "in data-parallel training" if parts[0] == "module"
+        else "sharded by FSDP" if "_fsdp_wrapped_module" in parts
+        else "with an adapter" if parts[:2] == ["base_model", "model"] or any(
+            p == "base_layer" or p.startswith("lora_") for p in parts)
+        else "with a parametrization" if "parametrizations" in parts
+        else ""
+    )  # fmt: skip
+    if changed:
         raise ValueError(
-            f"weight {name} belongs to a wrapped model (data-parallel or adapter); rollouts know only plain models: "
-            "unwrap or merge it before training"
+            f"weight {name} is that of a model {changed}; rollouts know only plain models: unwrap or merge it before "
+            "training"
         )
-    return name
+    return ".".join(parts)
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside of its wrappers."""
+    while inner := next((m for name, m in model.named_children() if name in WRAPPED), None):
+        model = inner
+    return model
 
 
 def adamw(parameters: list[torch.nn.Parameter], settings: Config) -> torch.optim.AdamW:
