@@ -48,6 +48,7 @@ class MeshStore(Store):
         self._request = request
         self._timeout_s = timeout_s
         self._abandon = abandon or threading.Event()
+        self._silent = ""
         # Workers of one peer share its id: they must not take each other's numbers.
         self._number = secrets.randbits(52)
         self._lock = threading.Lock()
@@ -114,8 +115,13 @@ class MeshStore(Store):
     def _ask(self, message: StoreSet | StoreGet, timeout_s: float) -> StoreAnswer:
         if self._abandon.is_set():
             raise TimeoutError(f"store of {self._kind} formation {self._ballot}: abandoned")
+        if self._silent:
+            raise TimeoutError(self._silent)
         try:
             return self._request(message, timeout_s)
+        except TimeoutError as e:  # whoever keeps the keys is gone: no later call waits for it again
+            self._silent = str(e)
+            raise
         except ValueError as e:  # the host is in this process and refused: it no longer keeps this formation
             raise RuntimeError(str(e)) from e
 

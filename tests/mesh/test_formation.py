@@ -331,11 +331,18 @@ def test_a_store_that_is_gone_or_silent_breaks_the_build():
     with pytest.raises(FormationBroken, match=r"formation 5\.0000: rank 0 could not connect .* is not kept here"):
         Formation.build(go, MEMBERS[0], gone, host="127.0.0.1", timeout_s=1)
 
+    asked = []
+
     def silent(message: StoreSet | StoreGet, timeout_s: float) -> StoreAnswer:
+        asked.append(message)
         raise TimeoutError("the convener does not answer")
 
+    store = MeshStore(go.kind, go.ballot, silent, 1)
     with pytest.raises(FormationBroken, match="the convener does not answer"):
-        Formation.build(go, MEMBERS[0], MeshStore(go.kind, go.ballot, silent, 1), host="127.0.0.1", timeout_s=1)
+        Formation.build(go, MEMBERS[0], store, host="127.0.0.1", timeout_s=1)
+    with pytest.raises(TimeoutError, match="the convener does not answer"):
+        store.check(["here"])
+    assert len(asked) == 1, "who did not answer once is not waited for again"
 
 
 def test_a_wrong_address_and_a_foreign_member_are_refused():
