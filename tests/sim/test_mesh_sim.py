@@ -14,6 +14,10 @@ def test_training_goes_on_to_its_last_step_and_every_promise_holds(first):
         scenario(seed)
 
 
+def test_a_version_that_nobody_holds_any_more_is_waited_for_by_nobody():
+    scenario(1070)
+
+
 def test_a_seed_replays_exactly():
     one, other = scenario(3), scenario(3)
     assert one.lines == other.lines

@@ -277,6 +277,17 @@ def test_an_older_version_is_pulled_from_who_still_runs_it():
     assert p.tick(2.0) == [], "nobody runs it any more"
 
 
+def test_who_wants_a_version_that_nobody_runs_any_more_pulls_the_newest():
+    p = formed(A, B)
+    for number in (0, 1, 2):
+        sent(p, v(number), "a", "b", slot=number)
+        p.report("a", Report(B1, attempt=1, verified=v(number), proved=v(number)), 0.1)
+    behind = Report(B1, attempt=1, verified=v(0), wants=v(1))
+    p.report("b", behind, 0.2)
+    [told] = of(p.tick(100.0), AnnounceTo)
+    assert (told.peer, told.ballot, told.version) == ("b", None, v(2))
+
+
 def test_a_joiner_waits_until_a_running_broadcast_has_ended():
     p = formed(A)
     p.snapshot(v(0), 0, 0.0)

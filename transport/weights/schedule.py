@@ -319,17 +319,19 @@ class PublisherSchedule:
         pullers = dict.fromkeys(self._pullers(now), self.newest)
         for peer, r in self.receivers.items():
             wants = r.report.wants if r.report is not None else None
-            version = wants if wants in self._past else pullers.get(peer)
-            if version is None or now < self._told.get(peer, now):
+            choices = [v for v in (wants, pullers.get(peer)) if v in self._past]
+            if not choices or now < self._told.get(peer, now):
                 continue
-            if r.failed_in(version, self._attempt):
-                self._attempt += 1  # a failure is counted once an attempt
-            provers = [p for p, other in self.receivers.items() if p != peer and other.runs(version)]
-            holders = choose_holders(self.me.peer if version == self.newest else None, provers, len(self._told))
             self._told[peer] = now + TELL_S
-            if holders:
-                slot = self._past[version]
-                effects.append(AnnounceTo(peer, None, version, self._attempt, slot, tuple(holders)))
+            for version in choices:  # what it wants may be held by nobody any more: then the newest will do
+                provers = [p for p, other in self.receivers.items() if p != peer and other.runs(version)]
+                holders = choose_holders(self.me.peer if version == self.newest else None, provers, len(self._told))
+                if holders:
+                    if r.failed_in(version, self._attempt):
+                        self._attempt += 1  # a failure is counted once an attempt
+                    slot = self._past[version]
+                    effects.append(AnnounceTo(peer, None, version, self._attempt, slot, tuple(holders)))
+                    break
         return effects
 
     def _pullers(self, now: float) -> list[PeerId]:
