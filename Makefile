@@ -9,7 +9,7 @@ TORCH ?= 2.13.0
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: help demo test lint format smoke sim sim-scale chaos fuzz clean
+.PHONY: help demo test lint format smoke sim sim-scale chaos fuzz soak clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -46,6 +46,10 @@ chaos: $(VENV)/.installed ## real peers killed, stopped and cut off, over 100 of
 FRAMES ?= 1000000
 fuzz: $(VENV)/.installed ## absurd and damaged messages into live peers: FRAMES=1000000, SEED for another sequence
 	FRAMES=$(FRAMES) $(if $(SEED),SEED=$(SEED)) $(BIN)/python -m pytest tests/mesh/test_fuzz.py
+
+PUBLICATIONS ?= 2000
+soak: $(VENV)/.installed ## so many versions of the weights to a rollout; memory, descriptors and threads stay flat
+	SOAK_PUBLICATIONS=$(PUBLICATIONS) $(BIN)/python -m pytest tests/mesh/test_weights_processes.py --timeout 1800
 
 clean: ## remove the virtual environment, caches and build leftovers; runs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from tests.sim import membership, mesh, split, step, trainers
+from tests.sim import membership, mesh, pull, split, step, trainers
 from tests.sim.world import Failure
 
 SCENARIOS = {
@@ -20,6 +20,7 @@ SCENARIOS = {
     "mesh": mesh.scenario,
     "step": step.scenario,
     "deaths": step.deaths,
+    "pull": pull.scenario,
     "split": split.scenario,
     "trainers": trainers.scenario,
 }
