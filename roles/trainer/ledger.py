@@ -18,7 +18,7 @@ moment, wrote of it.
 
 import fcntl
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,10 +157,15 @@ def _parts(record: Trained) -> Iterable[tuple[int, int, int]]:
     return zip(record.ids, record.masked, record.failed or [0] * len(record.ids), strict=True)
 
 
-def replay(paths: Iterable[Path | str], lineage: Lineage | None = None) -> Replay:
-    """Replay records; ``lineage`` is that of the final weights. Raises ValueError naming file and line on a
-    contradiction: a credit that ends twice, one trained without being issued, a prompt trained twice in an epoch of one
-    lineage, a line that is no record. A torn last line is passed over."""
+def replay(
+    paths: Iterable[Path | str], lineage: Lineage | None = None, alive: Collection[PeerId] | None = None
+) -> Replay:
+    """Replay records; ``lineage`` is that of the final weights; what is open at trainers that are not ``alive`` counts as
+    lost: their processes may be stopped or cut off, and their records theirs still.
+
+    Raises ValueError naming file and line on a contradiction: a credit that ends twice, one trained without being
+    issued, a prompt trained twice in an epoch of one lineage, a line that is no record. A torn last line is passed
+    over."""
     result = Replay()
     trainers: dict[PeerId, _Trainer] = {}
     for path in sorted(Path(p) for p in paths):
@@ -171,6 +176,8 @@ def replay(paths: Iterable[Path | str], lineage: Lineage | None = None) -> Repla
                 run = next(iter(trainers.values()), t).run
                 if run != t.run:
                     raise ValueError(f"{where}: of run {t.run}, the others are of run {run}")
+        if alive is not None and t.peer not in alive and t.accounts.open:
+            t.apply(f"{path}:end", Ended(outcome="lost", ids=list(t.accounts.open), why="its trainer is cut off"))
         trainers[t.peer] = t
         result.trainers.append(t.peer)
         result.accounts.add(t.accounts)

@@ -3,7 +3,7 @@
 import collections
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -179,17 +179,17 @@ class Progress:
         self._write_events()
         self.metrics.close()
 
-    def finished(self, lineage: Lineage) -> dict[str, Any]:
-        """The run is over, with weights of ``lineage``: write the last events, ``summary.json`` and ``reward.png``;
-        returns the summary."""
+    def finished(self, lineage: Lineage, alive: Collection[PeerId]) -> dict[str, Any]:
+        """The run is over, with weights of ``lineage`` and these trainers ``alive``: write the last events,
+        ``summary.json`` and ``reward.png``; returns the summary."""
         self.close()
-        summary = self._summary(lineage)
+        summary = self._summary(lineage, alive)
         write_whole(self.node.run.summary, json.dumps(summary, indent=1) + "\n")
         self._plot()
         return summary
 
-    def _summary(self, lineage: Lineage) -> dict[str, Any]:
-        replayed = ledger.replay(self.node.run.ledgers.glob("*.jsonl"), lineage)
+    def _summary(self, lineage: Lineage, alive: Collection[PeerId]) -> dict[str, Any]:
+        replayed = ledger.replay(self.node.run.ledgers.glob("*.jsonl"), lineage, alive)
         sums = self.sums()
         last = self.evaluations[-1] if self.evaluations else {}
         after = last if last.get("eval_version") == self.step else {}  # an older one says nothing of this model

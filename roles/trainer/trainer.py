@@ -286,7 +286,7 @@ class Trainer:
         checkpoint.save_model(self.node.run.model, self.policy)
         self.intake.finish()
         self._close_accounts()
-        summary = self.progress.finished(self.lineage)
+        summary = self.progress.finished(self.lineage, self._alive())
         self.progress.state = "finished"
         how = "closes" if summary["ledger_closed"] else "DOES NOT CLOSE"
         self.peer.note(f"finished {self.step} steps; accuracy {summary['accuracy_after']}; the ledger {how}")
@@ -439,10 +439,13 @@ class Trainer:
             paths = sorted(self.node.run.ledgers.glob("*.jsonl"))
             for path in paths:
                 ledger.close_dead(path)
-            if ledger.replay(paths, self.lineage).groups["in_flight"] == 0:
+            if ledger.replay(paths, self.lineage, self._alive()).groups["in_flight"] == 0:
                 return
             self.node.stop.check()
             time.sleep(0.05)
+
+    def _alive(self) -> list[PeerId]:
+        return [card.id for card in self.peer.live("trainer")]
 
     # ------------------------------------------------------------------------------------------------------------------
     # Waiting that ends

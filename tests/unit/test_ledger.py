@@ -352,3 +352,19 @@ def test_a_prompt_that_was_given_up_by_one_and_trained_by_another_is_not_listed(
     t = write(tmp_path / "t.jsonl", *gave_up, Closed(epoch=0, prompt=2, why="x"))
     u = write(tmp_path / "u.jsonl", *delivered(1), trained(1), Closed(epoch=0, prompt=2, why="x"), peer="u")
     assert [(c.epoch, c.prompt) for c in replay([t, u]).closed] == [(0, 2)]
+
+
+def test_what_a_stopped_trainer_has_open_counts_as_lost_and_its_record_stays_its_own(tmp_path):
+    stopped = Ledger(tmp_path / "b.jsonl", peer="b", run="run")
+    stopped.append(issued(0))
+    stopped.append(issued(1, evaluation=True))
+    write(tmp_path / "a.jsonl", issued(0, prompt=7), Ended(outcome="lost", ids=[0], why="gone"), peer="a")
+    before = stopped.path.read_bytes()
+    paths = list(tmp_path.glob("*.jsonl"))
+    assert [close_dead(p) for p in paths] == [0, 0]
+    assert replay(paths).groups["in_flight"] == replay(paths, LINE1, ["a", "b"]).groups["in_flight"] == 1
+    counted = replay(paths, LINE1, ["a"])
+    assert (counted.groups["in_flight"], counted.groups["lost"]) == (0, 2)
+    assert counted.accounts.evaluation["in_flight"] == 0
+    assert counted.closes()
+    assert stopped.path.read_bytes() == before
