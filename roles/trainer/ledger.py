@@ -160,8 +160,8 @@ def _parts(record: Trained) -> Iterable[tuple[int, int, int]]:
 def replay(
     paths: Iterable[Path | str], lineage: Lineage | None = None, alive: Collection[PeerId] | None = None
 ) -> Replay:
-    """Replay records; ``lineage`` is that of the final weights; what is open at trainers that are not ``alive`` counts as
-    lost: their processes may be stopped or cut off, and their records theirs still.
+    """Replay records; ``lineage`` is that of the final weights; what is open at trainers that are not ``alive`` counts
+    as lost: their processes may be stopped or cut off, and their records theirs still.
 
     Raises ValueError naming file and line on a contradiction: a credit that ends twice, one trained without being
     issued, a prompt trained twice in an epoch of one lineage, a line that is no record. A torn last line is passed
