@@ -253,7 +253,7 @@ class Announce(Message, frozen=True):
     bucket_digests: UInt64s
     tensor_digests: UInt64s
     probe: Probe
-    holders: list[PeerId] = []
+    holders: Annotated[list[PeerId], Meta(max_length=64)] = []
 
 
 class Begin(Message, frozen=True):

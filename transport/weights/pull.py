@@ -33,6 +33,7 @@ STALLED_S = 20.0  # without a verified bucket: the pull is given up
 MOST_FAULTS = 3  # of one holder: declined, silent; it is not asked again in this pull
 MOST_HOLDERS = 8  # named in one Announce
 MOST_LEASES = 4  # peers served at a time
+MOST_WANTED = 64  # chunks that wait to be sent to one of them
 LEASE_S = 5.0
 BURST_S = 0.1  # of the rate
 
@@ -238,7 +239,8 @@ class PullHost:
                 return self._decline(peer, ask.version, f"serves {MOST_LEASES} others")
             lease = self._leases[peer] = _Lease(ask.version, size, now)
         lease.until = now + LEASE_S
-        lease.wanted |= dict.fromkeys(c for c in ask.chunks if c < chunks)
+        new = [c for c in ask.chunks if c < chunks and c not in lease.wanted]
+        lease.wanted |= dict.fromkeys(new[: MOST_WANTED - len(lease.wanted)])
         return self._serve(now)
 
     def gone(self, version: Version) -> list[Any]:
