@@ -12,11 +12,9 @@ from fuzzing import Confused
 from processes import Mesh, soon
 
 from mesh import config as settings
-from mesh import launch, logs, secret
-from mesh.node import Node
+from mesh import logs, secret
 from mesh.peer import Peer
 from mesh.rendezvous import Directory
-from mesh.rundir import RunDir
 from transport.messages import Look, Status
 
 FRAMES = int(os.environ.get("FRAMES", 100_000))
@@ -101,12 +99,25 @@ def test_a_peer_lives_through_whatever_a_member_sends(make, tmp_path: Path, log)
 
 
 def confused_member(mesh: Mesh, stack: contextlib.ExitStack, role: str, target: str) -> Confused:
-    config, log = settings.load(mesh.config), logging.getLogger("mesh")
-    peer = Node(role, config, RunDir.make(mesh.run), f"confused-{role}", launch.detect(), log).peer()
+    """Somebody who agrees with ``target`` on all that is compared when peers meet."""
+    keys = secret.keys(secret.load(mesh.run))
+    with mesh.observer() as observer:
+        card = soon(lambda: next((c for c in observer.live() if c.name == target), None), f"{target} is there")
+    peer = Peer(
+        config=settings.load(mesh.config),
+        role=role,
+        name=f"confused-{role}",
+        host=card.host,
+        run=observer.run,
+        keys=keys,
+        rendezvous=Directory(mesh.run / "rendezvous"),
+        address="127.0.0.1",
+        agreed=card.agreed,
+    )
     peer.start()
     stack.callback(peer.leave, "confused enough")
-    card = soon(lambda: next((c for c in peer.live() if c.name == target), None), f"{target} is there")
-    sender = Confused(peer, secret.keys(secret.load(mesh.run)), card, SEED)
+    soon(lambda: any(c.name == target for c in peer.live()), f"{target} has let it in")
+    sender = Confused(peer, keys, card, SEED)
     stack.callback(sender.close)
     return sender
 
@@ -127,7 +138,7 @@ def test_a_trainer_and_a_rollout_live_through_it_and_finish_the_run(mesh):
             for role, target in (("rollout", "trainer"), ("trainer", "rollout"))
         ]
         memory = [process.memory() for process in processes]
-        for _ in range(0, FRAMES, 2_000):
+        for _ in range(0, FRAMES // 2, 2_000):
             for sender in senders:
                 sender.send(1_000)
             assert [process.code for process in processes] == [None, None], "\n".join(p.said for p in processes)
