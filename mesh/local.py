@@ -76,6 +76,13 @@ def up(
         config = settings.load(config_path, overrides)
         if resume and run is None:
             raise ValueError("--resume needs --run: the directory of the run to continue")
+        for role, count, least in (
+            ("trainers", trainers, config.mesh.min_trainers), ("rollouts", rollouts, config.mesh.min_rollouts)
+        ):  # fmt: skip
+            if count < least:
+                raise ValueError(
+                    f"--{role} {count} is fewer than mesh.min_{role} = {least}: the mesh would wait for more"
+                )
         directory = RunDir.make(run or fresh(Path("runs"), config.run.name))
         if not resume and directory.summary.exists():
             raise ValueError(f"{directory.path} holds a finished run; choose another with --run, or --resume it")

@@ -25,8 +25,8 @@ from mesh.identity import PeerCard, PeerId, Role, new_peer_id
 from mesh.quorum import Quorum, Shortage
 from mesh.rendezvous import Rendezvous, Seeds
 from mesh.roster import MAX_BUSY_S
-from mesh.secret import Keys
-from transport.endpoint import Endpoint
+from mesh.secret import VARIABLE, Keys
+from transport.endpoint import REFUSES, Endpoint
 from transport.messages import (
     Accept,
     Ack,
@@ -195,6 +195,7 @@ class Peer:
     def _find(self, timeout_s: float, check: Callable[[], None]) -> None:
         seeds = [a for a in self._rendezvous.addresses() if a != self.address]
         if not seeds:
+            self._look_at_strangers()
             return
         needed = isinstance(self._rendezvous, Seeds)
         deadline = clock() + (timeout_s if needed else min(timeout_s, CARDS_ANSWER_S))
@@ -207,12 +208,24 @@ class Peer:
             check()
             time.sleep(0.02)
         if not needed:
+            self._look_at_strangers()
             return
         seen = "; ".join(self.call(partial(self._endpoint.diagnose, a), 20.0) for a in seeds[:3])
         raise ValueError(
             f"no peer of this run answered {self.name} on {self.card.host} within {timeout_s:.0f} s: {seen}; check "
             f"mesh.rendezvous, and that others reach this peer at {self.address} (mesh.address)"
         )
+
+    def _look_at_strangers(self) -> None:
+        """A peer that is alone in a directory where others keep cards with another secret would wait for ever.
+
+        Raises ValueError naming one that lives."""
+        for name, address in getattr(self._rendezvous, "strangers", [])[:3]:
+            if REFUSES in self.call(partial(self._endpoint.diagnose, address), 20.0):
+                raise ValueError(
+                    f"{name} keeps its card in the same directory with another secret, so {self.name} on "
+                    f"{self.card.host} cannot join it: give all peers of a run the same {VARIABLE}, or another --run"
+                )
 
     def leave(self, reason: str, linger_s: float = 0.3) -> None:
         """Say goodbye, take the card back, stop the loop and close the sockets. Safe to call twice."""

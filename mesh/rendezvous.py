@@ -126,6 +126,7 @@ class Directory:
         self._found: _Latest[list[str]] = _Latest(self._read, [])
         self._renewed = _Latest(self._write, None)
         self._said: set[str] = set()
+        self.strangers: list[tuple[str, str]] = []  # peer and address of young cards of another run, or another secret
 
     def publish(self, card: PeerCard, run: str) -> None:
         self._entry = _Entry(run, time.time(), card.id, card.name, card.role, card.host, card.address)
@@ -169,9 +170,14 @@ class Directory:
     def _read(self) -> list[str]:
         mine = self._entry
         found: list[str] = []
+        strangers: list[tuple[str, str]] = []
         for path in self._newest():
             entry = self._load(path)
-            if entry is None or mine is None or entry.run != mine.run or entry.id == mine.id:
+            if entry is None or mine is None or entry.id == mine.id:
+                continue
+            if entry.run != mine.run:
+                if time.time() - entry.time < STALE_S:
+                    strangers.append((f"{entry.name} on {entry.host}", entry.address))
                 continue
             if time.time() - entry.time > STALE_S:
                 path.unlink(missing_ok=True)  # of a peer that was killed; a living one writes it again
@@ -179,6 +185,7 @@ class Directory:
                 self._say(path, f"{entry.name} on {entry.host} advertises a loopback address; set mesh.address there")
             else:
                 found.append(entry.address)
+        self.strangers = strangers
         return found
 
     def _newest(self) -> list[Path]:

@@ -62,6 +62,8 @@ def address_of(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+REFUSES = "refuses this run's secret"
+
 class Endpoint:
     """Bound when constructed. ``host`` is the IP address to bind and advertise (a name is resolved once), ``port`` that
     of the control socket, 0 for any; bulk takes any.
@@ -228,7 +230,7 @@ class Endpoint:
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (
                 kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value in (errno.EPIPE, errno.ECONNRESET)
             ):
-                return f"somebody listens at {address} but refuses this run's secret: another run, or another secret"
+                return f"somebody listens at {address} but {REFUSES}: another run, or another secret"
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL or (connected and kind == zmq.EVENT_DISCONNECTED):
                 return f"what listens at {address} is not a peer: another program has this port"
             elif kind == zmq.EVENT_CLOSED and not connected:

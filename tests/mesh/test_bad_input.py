@@ -213,3 +213,14 @@ def test_a_name_with_a_slash_names_no_directory(mesh):
     process = mesh.start("trainer", name="here/trainer", set={"mesh.rendezvous": "none"})
     fails(mesh, process, "mesh.rendezvous")
     assert [p.name for p in (mesh.run / "logs").iterdir()] == ["here_trainer.log"]
+
+
+def test_another_secret_in_the_same_run_directory(mesh):
+    first = mesh.start("trainer", env={"MESH_SECRET": "a" * 32})
+    first.joins(mesh)
+    second = mesh.start("rollout", env={"MESH_SECRET": "b" * 32})
+    assert second.ends() == 1
+    assert "trainer on " in second.error
+    assert "in the same directory with another secret, so rollout on " in second.error
+    assert "the same MESH_SECRET" in second.error
+    assert first.code is None
