@@ -222,9 +222,9 @@ class Confused:
         dealer.connect(address)
         return dealer
 
-    def _learn(self, ballot: Ballot) -> None:
+    def _learn(self, ballot: Ballot | None) -> None:
         """Speak of what is there: messages of unknown formations are dropped at the door."""
-        if ballot not in self.nonsense.ballots[-8:]:
+        if ballot is not None and ballot not in self.nonsense.ballots[-8:]:
             self.nonsense.ballots[-8:] = [*self.nonsense.ballots[-7:], ballot]
 
     def send(self, count: int) -> None:
