@@ -433,6 +433,7 @@ class Peer:
                 case Note():
                     self.note(effect.text, effect.level)
                 case swim.Joined(card):
+                    self.refused = ""
                     self._changed()
                     if card.role != "observer":
                         self.note(f"{card.name} joined")
@@ -442,7 +443,7 @@ class Peer:
                     self.log.info("%s is suspected to be dead by %s", card.name, by)
                 case swim.Departed(card, dead, reason):
                     self._departed(card, dead, reason)
-                case swim.Refusal(address, reason):
+                case swim.Refusal(address, reason) if self._alone():
                     self.refused = f"refused by the peer at {address}: {reason}"
                 case swim.Asleep(gap_s):
                     self.slept_s = gap_s
@@ -453,10 +454,15 @@ class Peer:
                         handler(go)
 
     def _send(self, effect: Send) -> None:
-        if effect.address:
-            self._endpoint.send(effect.address, effect.to, effect.message, bulk=effect.bulk)
-        else:
-            self.send(effect.to, effect.message, bulk=effect.bulk)
+        try:
+            if effect.address:
+                self._endpoint.send(effect.address, effect.to, effect.message, bulk=effect.bulk)
+            else:
+                self.send(effect.to, effect.message, bulk=effect.bulk)
+        except ValueError as e:
+            if not isinstance(effect.message, MEMBERSHIP):
+                raise
+            self.log.warning("news is not passed on: %s", e)  # of others, and larger than any card has reason to be
 
     def _departed(self, card: PeerCard, dead: bool, reason: str) -> None:
         self._endpoint.forget(card.address)
