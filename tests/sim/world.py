@@ -89,7 +89,7 @@ class World:
                 do()
                 for invariant in self.invariants:
                     invariant(self)
-            self.now = until
+            self.now = max(self.now, until)
         except AssertionError as e:
             raise self.failure(str(e)) from e
         except Exception as e:  # of a machine: whatever it is given, it must not raise
