@@ -11,10 +11,13 @@ Config = Annotated[Path, typer.Option("--config", "-c", help="Settings, a TOML f
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting: trainer.max_lag=0")
 ]
-RunOption = Annotated[Path | None, typer.Option("--run", help="Run directory; default runs/<name>.")]
+RunOption = Annotated[
+    Path | None, typer.Option("--run", help="Run directory; default runs/<name>, under SLURM runs/<name>-<job>.")
+]
 
 
 class RoleName(StrEnum):
+    auto = "auto"
     rollout = "rollout"
     trainer = "trainer"
 
@@ -30,14 +33,19 @@ _mesh = typer.Typer(
 
 @_node.command()
 def _run_node(
-    role: Annotated[RoleName, typer.Option("--role", help="What this peer does.")],
     config: Config,
+    role: Annotated[
+        RoleName,
+        typer.Option("--role", help="What this peer does; auto: by its rank and mesh.trainers."),
+    ] = RoleName.auto,
     rendezvous: Annotated[
         str, typer.Option("--rendezvous", help="tcp://host:port,... or file:///dir; default: the run directory.")
     ] = "",
     run: RunOption = None,
     set_: Set = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Trainer: continue from the newest checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Trainer: continue from the newest checkpoint; by itself after a requeue.")
+    ] = False,
     name: Annotated[str, typer.Option("--name", help="Shown to others and in file names.")] = "",
     trainers: Annotated[
         int, typer.Option("--trainers", min=0, help="Trainer: how many start together; 0: look for others a moment.")

@@ -107,6 +107,7 @@ class Mesh(Struct, forbid_unknown_fields=True):
     address: str = ""  # to bind and advertise; empty: the one the rendezvous is reached by
     port: int = 0  # of the control socket; 0: any
     join_timeout_s: float = 24.0  # somebody of a tcp:// rendezvous must answer; a wrong one is told within 30 s
+    trainers: int = 1  # of the processes that srun or torchrun starts with --role auto; the others are rollouts
     min_trainers: int = 1  # fewer than this for grace_s: save and leave with exit code 75; a start waits for them too
     min_rollouts: int = 1  # the same for rollouts
     grace_s: float = 300.0  # to wait for replacements: as long as a scheduler takes to start a process again
@@ -203,7 +204,7 @@ def _nearest(key: str, fields: dict, section: str) -> str:
 LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 1", lambda v: v >= 1, """run.steps task.train_prompts rollout.max_new_tokens rollout.groups_in_flight
         rollout.max_batch rollout.reward_workers trainer.groups_per_step trainer.micro_batch_tokens
-        weights.bucket_mib mesh.min_trainers mesh.min_rollouts"""),
+        weights.bucket_mib mesh.trainers mesh.min_trainers mesh.min_rollouts"""),
     ("at least 2", lambda v: v >= 2, "trainer.group_size weights.probe_tokens"),
     ("at least 0", lambda v: v >= 0, """run.seed task.seed task.heldout_prompts rollout.threads trainer.threads
         trainer.warmup_steps trainer.weight_decay trainer.max_grad_norm trainer.negative_max_drift trainer.retries

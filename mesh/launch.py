@@ -7,12 +7,14 @@ contradicts is reported and not used.
 
 import os
 import re
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from mesh import addresses
+from mesh.identity import Role
 from mesh.rendezvous import Rendezvous, Seeds, names_this_machine
 
 _SPECIAL_STEP = 0xFFFFFFF0  # ids from here on are SLURM's batch script, interactive shell and the like: no srun step
@@ -21,7 +23,8 @@ _SPECIAL_STEP = 0xFFFFFFF0  # ids from here on are SLURM's batch script, interac
 @dataclass(frozen=True)
 class Launch:
     """``device_index`` is an index among the GPUs this process sees, None without any. ``peers_announced`` is how many
-    processes the launcher starts, 0 when nobody said. ``job`` names the launcher's job. ``warnings`` go to the log."""
+    processes the launcher starts, 0 when nobody said. ``job`` names the launcher's job, ``step`` this part of it, and
+    ``restarts`` counts how often it was started again. ``node`` is this machine's name. ``warnings`` go to the log."""
 
     kind: Literal["flags", "torchrun", "slurm", "alone"] = "alone"
     rank: int = 0
@@ -31,11 +34,26 @@ class Launch:
     nodes: int = 1
     device_index: int | None = None
     job: str = ""
+    step: int = 0
+    restarts: int = 0
+    node: str = ""
     warnings: tuple[str, ...] = ()
 
     @property
     def peers_announced(self) -> int:
         return 0 if self.kind == "alone" else self.world_size
+
+    @property
+    def unique(self) -> str:
+        """What tells this process from the others of its run in its name, the same after a restart; empty alone."""
+        if self.kind == "alone":
+            return ""
+        return f"{self.rank}-{self.job}.{self.step}" if self.kind == "slurm" else str(self.rank)
+
+    def run_directory(self, name: str) -> Path:
+        """Where the run ``name`` keeps its files unless it is told: under SLURM each job has its own, so that the same
+        script may be submitted twice, and one that is requeued finds what it has left."""
+        return Path("runs") / (f"{name}-{self.job}" if self.kind == "slurm" else name)
 
 
 def detect(
@@ -69,7 +87,30 @@ def detect(
     if shared:
         warnings.append(shared)
     device = None if not devices else local % devices
-    return Launch(kind, here, local, size, local_size, found.nodes, device, found.job, tuple(warnings))
+    return replace(
+        found,
+        kind=kind,
+        rank=here,
+        local_rank=local,
+        world_size=size,
+        local_world_size=local_size,
+        device_index=device,
+        node=found.node or socket.gethostname(),
+        warnings=tuple(warnings),
+    )
+
+
+def role_of(role: Literal["auto", "trainer", "rollout"], launch: Launch, trainers: int) -> tuple[Role, int]:
+    """The role of this process, and how many trainers the launcher starts together with it (0: nobody knows).
+
+    With ``auto`` the first ``trainers`` of the launcher's processes are trainers and the others rollouts; else all that
+    this step (or agent) starts are what they are told to be. Raises ValueError where there is no launcher to count."""
+    if role == "auto":
+        if launch.kind == "alone":
+            raise ValueError("--role auto needs srun or torchrun, which number the processes; say trainer or rollout")
+        role = "trainer" if launch.rank < trainers else "rollout"
+        return role, min(trainers, launch.world_size)
+    return role, launch.peers_announced if role == "trainer" else 0
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch | None:
@@ -78,7 +119,9 @@ def _torchrun(env: Mapping[str, str]) -> Launch | None:
         return None
     local_size = _int(env, "LOCAL_WORLD_SIZE") or max(local + 1, 1)
     nodes = _int(env, "GROUP_WORLD_SIZE") or -(-size // local_size)
-    return Launch("torchrun", rank, local, size, local_size, nodes, job=env.get("TORCHELASTIC_RUN_ID", ""))
+    restarts = _int(env, "TORCHELASTIC_RESTART_COUNT") or 0
+    job = env.get("TORCHELASTIC_RUN_ID", "")
+    return Launch("torchrun", rank, local, size, local_size, nodes, job=job, restarts=restarts)
 
 
 def _slurm(env: Mapping[str, str]) -> Launch | None:
@@ -88,14 +131,25 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
     size = _int(env, "SLURM_STEP_NUM_TASKS") or _int(env, "SLURM_NTASKS") or 1
     nodes = _int(env, "SLURM_STEP_NUM_NODES") or _int(env, "SLURM_NNODES") or 1
     warnings = []
-    if rank >= size:  # one component of a heterogeneous job knows only its own size, but ranks count through
+    if rank >= size and "SLURM_HET_SIZE" not in env:  # a component knows its own size, but ranks count through
         warnings.append(f"SLURM_PROCID={rank} is not below the step's {size} tasks (a heterogeneous job?)")
         size = rank + 1
     per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "")
     node = _int(env, "SLURM_NODEID") or 0
     local_size = per_node[node] if node < len(per_node) else -(-size // nodes)
-    job = f"{env.get('SLURM_JOB_ID', '')}.{step}"
-    return Launch("slurm", rank, local, size, max(local_size, local + 1), nodes, job=job, warnings=tuple(warnings))
+    return Launch(
+        kind="slurm",
+        rank=rank,
+        local_rank=local,
+        world_size=size,
+        local_world_size=max(local_size, local + 1),
+        nodes=nodes,
+        job=env.get("SLURM_HET_JOB_ID") or env.get("SLURM_JOB_ID", ""),
+        step=step,
+        restarts=_int(env, "SLURM_RESTART_COUNT") or 0,
+        node=env.get("SLURMD_NODENAME", ""),
+        warnings=tuple(warnings),
+    )
 
 
 def _contradictions(torchrun: Launch, slurm: Launch, env: Mapping[str, str]) -> list[str]:
@@ -171,7 +225,8 @@ def advertised_address(rendezvous: Rendezvous, override: str = "", launch: Launc
 
     ``override`` is an IP address, an interface or a name. Else, for seeds, the local address of the route towards the
     first that is not on this machine; for a directory the loopback, unless the launcher spreads the run over several
-    nodes: then the address of the default route. May ask the resolver.
+    nodes: then the address of the default route. Under SLURM it is that one also for a step on one node, where there is
+    such a route: other steps and jobs may join the run from elsewhere. May ask the resolver.
 
     Raises ValueError, listing the interfaces, when there is none, or other machines would be told a loopback address.
     """
@@ -184,6 +239,8 @@ def advertised_address(rendezvous: Rendezvous, override: str = "", launch: Launc
         chosen = addresses.towards(remote)
     elif spread or own_name:
         chosen = addresses.default()
+    elif not seeds and launch is not None and launch.kind == "slurm":
+        chosen = addresses.default() or local
     else:
         chosen = local
     why = remote or ("the other nodes of this job" if spread else own_name)

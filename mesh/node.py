@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from mesh import config as settings
 from mesh import exits, launch, logs, rendezvous, secret
@@ -20,17 +20,23 @@ from mesh.rundir import RunDir
 
 
 class Stop:
-    """Set by the first SIGINT or SIGTERM; a second one ends the process at once. While the peer loads, before others
-    know it, the first one raises ``exits.Stopped`` wherever the main thread is: loading may take minutes."""
+    """Set by the first SIGINT, SIGTERM or SIGUSR1; a second one ends the process at once. While the peer loads, before
+    others know it, the first one raises ``exits.Stopped`` wherever the main thread is: loading may take minutes.
 
-    def __init__(self) -> None:
+    SIGUSR1 is a scheduler's warning before it takes the machine away, and so is SIGTERM where one has ``scheduled``
+    this process: the peer leaves with the exit code that asks to be started again. Such signals come several times (to
+    srun, which passes them on, and to each task): only a user is impatient."""
+
+    def __init__(self, scheduled: bool = False) -> None:
+        self._warnings = {signal.SIGUSR1, signal.SIGTERM} if scheduled else {signal.SIGUSR1}
+        self._warned = False
         self.event = threading.Event()
         self.why = ""
         self.loading = False
         self._wake: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
 
     def on_stop(self, wake: Callable[[], None]) -> None:
@@ -39,7 +45,10 @@ class Stop:
 
     def _handle(self, number: int, _frame: Any) -> None:
         if self.event.is_set():
+            if number in self._warnings:
+                return
             os._exit(exits.STOPPED)
+        self._warned = number in self._warnings
         self.why = signal.Signals(number).name
         self.event.set()
         for wake in self._wake:
@@ -53,6 +62,10 @@ class Stop:
     def check(self) -> None:
         if self.event.is_set():
             raise exits.Stopped(self.why)
+
+    @property
+    def code(self) -> int:
+        return exits.TRY_AGAIN if self._warned else exits.STOPPED
 
 
 @dataclass
@@ -110,7 +123,7 @@ class Node:
 
 def run_node(
     *,
-    role: Role,
+    role: Literal["auto", "trainer", "rollout"],
     config_path: Path,
     rendezvous_url: str = "",
     run: Path | None = None,
@@ -126,15 +139,21 @@ def run_node(
         config = settings.load(config_path, overrides)
         if rendezvous_url:
             config.mesh.rendezvous = rendezvous_url
-        directory = RunDir.make(run or Path("runs") / config.run.name)
         here = launch.detect()
-        name = name or f"{role}-{here.rank if here.kind != 'alone' else secrets.token_hex(2)}@{socket.gethostname()}"
+        own, together = launch.role_of(role, here, config.mesh.trainers)
+        directory = RunDir.make(run or here.run_directory(config.run.name))
+        name = name or f"{own}-{here.unique or secrets.token_hex(2)}@{here.node}"
         log_file = directory.logs / f"{name.replace('/', '_')}.log"
         log = logs.setup(name, log_file)
         where = f" (traceback in {log_file})"
         for warning in here.warnings:
             log.warning(warning)
-        node = Node(role, config, directory, name, here, log, resume=resume, trainers=trainers)
+        if here.kind != "alone":
+            config.trainer.threads = launch.threads_for(config.trainer.threads, here.local_world_size)
+            config.rollout.threads = launch.threads_for(config.rollout.threads, here.local_world_size)
+        resume = resume or here.restarts > 0
+        stop = Stop(scheduled=here.kind == "slurm")
+        node = Node(own, config, directory, name, here, log, resume=resume, trainers=trainers or together, stop=stop)
         node.stop.install()
         gc.disable()  # until all is loaded (Node.join): a sixth of the time that loading takes
     except ValueError as e:
@@ -142,16 +161,16 @@ def run_node(
         return exits.FAILURE
     try:
         node.stop.loading = True
-        return _main_of(role)(node)
+        return _main_of(node.role)(node)
     except exits.Stopped as e:
         log.info("stopped by %s", e)
-        return exits.STOPPED
+        return node.stop.code
     except exits.Requeue as e:
         log.error("%s", e)
         return exits.TRY_AGAIN
     except exits.Slept as e:
         log.warning("%s: starting again as a new peer", e)
-        again = ["--resume"] if role == "trainer" and not resume else []
+        again = ["--resume"] if node.role == "trainer" and not resume else []
         os.execv(sys.executable, [sys.executable, "-m", "mesh.node", *sys.argv[1:], *again])
     except (ValueError, exits.GivenUp) as e:
         log.debug("failed", exc_info=True)

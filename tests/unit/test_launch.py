@@ -32,7 +32,7 @@ STEP = {
 
 def test_a_process_started_by_hand_is_alone() -> None:
     here = launch.detect({"CUDA_VISIBLE_DEVICES": ""})
-    assert here == launch.Launch()
+    assert here == launch.Launch(node=socket.gethostname())
     assert here.peers_announced == 0
 
 
@@ -47,7 +47,39 @@ def test_torchrun_is_recognised() -> None:
 def test_a_task_of_srun_is_recognised() -> None:
     here = launch.detect(STEP)
     assert (here.kind, here.rank, here.local_rank, here.world_size) == ("slurm", 3, 1, 5)
-    assert (here.local_world_size, here.nodes, here.job, here.warnings) == (2, 3, "42.3", ())
+    assert (here.local_world_size, here.nodes, here.job, here.warnings) == (2, 3, "42", ())
+    assert (here.step, here.restarts, here.unique) == (3, 0, "3-42.3")
+
+
+def test_under_slurm_a_job_has_a_run_directory_and_finds_it_again() -> None:
+    first, again = launch.detect(STEP), launch.detect({**STEP, "SLURM_RESTART_COUNT": "2"})
+    assert (first.restarts, again.restarts) == (0, 2)
+    assert first.run_directory("sort") == again.run_directory("sort") == Path("runs/sort-42")
+    assert launch.detect({"CUDA_VISIBLE_DEVICES": ""}).run_directory("sort") == Path("runs/sort")
+
+
+def test_components_of_a_heterogeneous_job_are_one_run() -> None:
+    component = {"SLURM_HET_SIZE": "2", "SLURM_HET_JOB_ID": "41", "SLURM_STEP_NUM_TASKS": "2"}
+    here = launch.detect({**STEP, **component})
+    assert (here.job, here.rank, here.world_size, here.warnings) == ("41", 3, 2, ())
+
+
+def test_torchrun_that_restarts_its_workers_is_recognised() -> None:
+    assert launch.detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).restarts == 1
+
+
+def test_the_first_ranks_are_trainers_and_the_others_rollouts() -> None:
+    roles = [launch.role_of("auto", launch.detect({**STEP, "SLURM_PROCID": str(rank)}), 2) for rank in range(5)]
+    assert roles == [("trainer", 2)] * 2 + [("rollout", 2)] * 3
+    assert launch.role_of("auto", launch.detect(STEP), 9) == ("trainer", 5)
+
+
+def test_a_step_of_trainers_announces_how_many_they_are() -> None:
+    assert launch.role_of("trainer", launch.detect(STEP), 1) == ("trainer", 5)
+    assert launch.role_of("rollout", launch.detect(STEP), 1) == ("rollout", 0)
+    assert launch.role_of("trainer", launch.detect({}), 1) == ("trainer", 0)
+    with pytest.raises(ValueError, match="say trainer or rollout"):
+        launch.role_of("auto", launch.detect({}), 1)
 
 
 def test_the_step_counts_not_the_allocation() -> None:
