@@ -6,6 +6,12 @@ the record, remember the verdict and see to the prompt.
 One of several trainers orders only prompts that are its own, and its **share** of a batch: ``groups_per_step`` over all
 of them. When the members change its data is dealt anew (``dealt``): credits whose prompts went to others end. What the
 others trained arrives with each step (``committed``), so that a prompt is trained once whoever owned it meanwhile.
+
+**Busy is not dead.** A rollout that is not seen any more may only be silent. Nobody waits for it: the prompts that are
+out there are given back and dealt again. But its credits stay open, **missing**, and take no place. Whichever is first
+decides: the rollout is back and has the credit, its prompt is free and there is a place, then it is out again; or its
+prompt is issued under another credit, or not wanted here any more, or ``MISSING_S`` have passed, then it is lost. A
+rollout that said goodbye is not waited for.
 """
 
 import heapq
@@ -49,21 +55,25 @@ from transport.view import RolloutView
 from transport.window import Window
 
 DEADLINE_CHECK_S = 0.5
+MISSING_S = 120.0  # a process that holds its interpreter for a minute is not seen for about that long
+GONE = "its rollout is gone"
 
 
 @dataclass
 class _Open:
     """A credit that has not ended. ``started`` is the version it began with, by the last Ask; ``seen`` whether an Ask
-    showed it; ``versions`` those of its group once that is here. ``ref`` is None for evaluation."""
+    showed it; ``versions`` those of its group once that is here; ``since`` when it went missing. ``ref`` is None for
+    evaluation."""
 
     credit: Credit
     ref: PromptRef | None
     rollout: PeerId
     at: float
-    state: Literal["out", "held", "taken"] = "out"
+    state: Literal["out", "missing", "held", "taken"] = "out"
     seen: bool = False
     started: Version | None = None
     versions: tuple[Version, ...] = ()
+    since: float = 0.0
 
 
 class TrainerDelivery:
@@ -90,6 +100,7 @@ class TrainerDelivery:
         self._steps = steps
         self._open: dict[CreditId, _Open] = {}
         self._taken: dict[CreditId, None] = {}
+        self._missing: dict[tuple[int, int], CreditId] = {}  # by epoch and prompt
         self._rollouts: dict[PeerId, RolloutView] = {}
         self._verdicts: OrderedDict[CreditId, Outcome] = OrderedDict()
         self._evaluation: Evaluation | None = None
@@ -101,7 +112,7 @@ class TrainerDelivery:
     @property
     def load(self) -> int:
         """Credits out + groups held + groups taken, of training. Over ``limit`` only after the share has shrunk."""
-        return self.accounts.groups["in_flight"]
+        return self.accounts.groups["in_flight"] - len(self._missing)
 
     @property
     def limit(self) -> int:
@@ -115,11 +126,12 @@ class TrainerDelivery:
     def dealt(self) -> list[Any]:
         """The prompts were dealt anew, or others say what they trained: credits whose prompt is not to be answered here
         any more end, those of groups taken included. ``advance`` follows."""
-        by_reason: dict[str, list[CreditId]] = {}
+        by_reason: dict[tuple[Ending, str], list[CreditId]] = {}
         for id, c in self._open.items():
             if c.ref is not None and (why := self._prompts.unwanted(c.ref)):
-                by_reason.setdefault(why, []).append(id)
-        return [e for why, ids in by_reason.items() for e in self._end(ids, "superseded", why)]
+                end: tuple[Ending, str] = ("lost", GONE) if c.state == "missing" else ("superseded", why)
+                by_reason.setdefault(end, []).append(id)
+        return [e for (outcome, why), ids in by_reason.items() for e in self._end(ids, outcome, why)]
 
     def put_back(self, ids: Sequence[CreditId], now: float) -> list[Any]:
         """The gradient of these taken groups is given up: they are held again, while they are fresh."""
@@ -151,33 +163,35 @@ class TrainerDelivery:
         return self._ask(rollout, r, message, now)
 
     def rollouts(self, live: Sequence[PeerId], now: float) -> list[Any]:
-        """These rollouts are alive; call on every change of membership."""
+        """These rollouts are alive; call on every change of membership. Of the others the prompts that are out are
+        dealt again, and the credits missing; groups that they delivered stay."""
         effects: list[Any] = []
         alive = frozenset(live)
         for peer in [p for p in self._rollouts if p not in alive]:
-            effects += self.rollout_gone(peer, now)
+            effects += self._miss(self._rollouts.pop(peer), now) + self._serve(now)
         for peer in live:
             self._rollouts.setdefault(peer, RolloutView())
         return effects
 
-    def rollout_gone(self, rollout: PeerId, now: float) -> list[Any]:
-        """Its open credits are lost and their prompts dealt again; groups it delivered stay."""
-        r = self._rollouts.pop(rollout, None)
-        if r is None:
-            return []
-        return self._end(list(r.out), "lost", "its rollout is gone") + self._serve(now)
+    def rollout_left(self, rollout: PeerId) -> list[Any]:
+        """It has said goodbye and does not come back: call after ``rollouts``."""
+        return self._end(self._missing_at(rollout), "lost", GONE)
 
     def tick(self, now: float) -> list[Any]:
-        """Credits past their deadline fail."""
+        """Credits past their deadline fail; those missing for too long are lost."""
         if now - self._checked < DEADLINE_CHECK_S:
             return []
         self._checked = now
         deadline = self._settings.credit_deadline_s
+        missing = [(id, self._open[id]) for id in self._missing.values()]
+        gone = [id for id, c in missing if now - c.at > deadline or now - c.since > MISSING_S]
+        effects = self._end(gone, "lost", GONE)
         late = [id for id, c in self._open.items() if c.state == "out" and now - c.at > deadline]
         if not late:
-            return []
+            return effects
         tell = [self._open[id].rollout for id in late]
-        return self._end(late, "failed", f"not delivered within {deadline:g} s") + self._serve(now, tell)
+        effects += self._end(late, "failed", f"not delivered within {deadline:g} s")
+        return effects + self._serve(now, tell)
 
     def take(self, ids: Sequence[CreditId], now: float) -> list[Any]:
         """These held groups are the batch of the step from the present version. What only the step after could have
@@ -312,6 +326,7 @@ class TrainerDelivery:
             **{f"returned/{why}": n for why, n in returned.items()},
             "delivery/window": self.window.size,
             "delivery/out": sum(len(r.out) for r in self._rollouts.values()),
+            "delivery/missing": len(self._missing),
             "delivery/taken": len(self._taken),
         }
 
@@ -320,8 +335,11 @@ class TrainerDelivery:
     def _ask(self, rollout: PeerId, r: RolloutView, ask: Ask, now: float) -> list[Any]:
         if ask.seq <= r.ask:
             return []
-        effects = self._end(r.hear(ask, now), "lost", "not at its rollout")
-        here = [id for id in r.held if id in r.out]
+        absent = r.hear(ask, now)
+        missing = self._missing_at(rollout)
+        absent += [id for id in missing if not r.has(id)]
+        effects = self._end(absent, "lost", "not at its rollout")
+        here = [id for id in r.held if id in r.out or id in missing]
         for id in here:
             self._open[id].seen, self._open[id].started = True, r.held[id]
         effects += self._sweep(here)[0]
@@ -365,6 +383,7 @@ class TrainerDelivery:
         effects: list[Any] = []
         credits: dict[PeerId, list[Credit]] = {peer: [] for peer in tell if peer in self._rollouts}
         peers = self._rollouts if among is None else among
+        self._resume(peers)
         effects += self._adopt(peers, credits, now)
         places = self._places()
         if self._evaluation is not None:
@@ -394,6 +413,31 @@ class TrainerDelivery:
             most = min(most, (self._steps - self.version.number) * self.groups_per_step)
         return max(0, most - self.load)
 
+    def _miss(self, r: RolloutView, now: float) -> list[Any]:
+        """What is out at a rollout that is not seen any more. Those of evaluation are ordered again at once."""
+        effects = self._end(list(r.evaluations), "lost", GONE)
+        for id in [id for id in r.out if id in self._open]:
+            c = self._open[id]
+            assert c.ref is not None
+            c.state, c.since = "missing", now
+            self._missing[c.ref.epoch, c.ref.prompt] = id
+            self._prompts.give_back(c.ref)
+        return effects
+
+    def _missing_at(self, rollout: PeerId) -> list[CreditId]:
+        return [id for id in self._missing.values() if self._open[id].rollout == rollout]
+
+    def _resume(self, peers: Iterable[PeerId]) -> None:
+        """Missing credits whose rollout is back and has them are out again: before any new prompt."""
+        for peer in peers if self._missing else ():
+            r = self._rollouts[peer]
+            for id in self._missing_at(peer):
+                c = self._open[id]
+                if r.has(id) and self._places() and (ref := self._prompts.claim(c.credit.epoch, c.credit.prompt)):
+                    del self._missing[ref.epoch, ref.prompt]
+                    c.ref, c.state = ref, "out"
+                    r.resumed(id)
+
     def _adopt(self, peers: Iterable[PeerId], credits: dict[PeerId, list[Credit]], now: float) -> list[Any]:
         """Groups of trainers that are gone, while they can be trained: before any new prompt. One that has been adopted
         is offered until the rollout knows; its prompt is out then, and cannot be claimed."""
@@ -420,10 +464,13 @@ class TrainerDelivery:
     ) -> list[Any]:
         """A credit for this prompt, or for the next of the evaluation, in the next Answer to ``peer``."""
         id = self.accounts.next_id
+        effects: list[Any] = []
         if ref is None:
             assert self._evaluation is not None
             credit = self._evaluation.order(id)
         else:
+            if (missing := self._missing.get((ref.epoch, ref.prompt))) is not None:
+                effects = self._end([missing], "lost", GONE)
             credit = self._training_credit(id, ref, orphan)
         started = orphan.oldest if orphan else None
         self._open[id] = _Open(credit=credit, ref=ref, rollout=peer, at=now, started=started)
@@ -438,7 +485,7 @@ class TrainerDelivery:
             evaluation=credit.evaluation,
             adopts=credit.adopts,
         )
-        return [self._record(entry)]
+        return [*effects, self._record(entry)]
 
     def _training_credit(self, id: CreditId, ref: PromptRef, orphan: Orphan | None) -> Credit:
         """It takes the next place, and must start from a version that is fresh enough when that place is trained."""
@@ -513,9 +560,11 @@ class TrainerDelivery:
                 self._rollouts[c.rollout].ended(id)
             if outcome != "lost":
                 self._remember(id, outcome)
-            if c.state != "out":
+            if c.state in ("held", "taken"):
                 effects.append(Dropped(id, why))
-            if c.ref is None:
+            if c.state == "missing":  # its prompt is not out, or under another credit
+                del self._missing[c.credit.epoch, c.credit.prompt]
+            elif c.ref is None:
                 if self._evaluation:
                     effects += self._evaluation.end(c.rollout, c.credit.prompt, outcome, why)
             elif not (outcome == "failed" or why == "age"):

@@ -40,9 +40,7 @@ class RolloutView:
         self.held = {h.id: h.started for h in ask.held}
         self.kept = {id: self.kept.get(id, now) for id in ask.kept}
         self.unseen = {id: seq for id, seq in self.unseen.items() if seq > ask.answered}
-        return [
-            id for id, seq in self.out.items() if seq <= ask.answered and id not in self.held and id not in self.kept
-        ]
+        return [id for id, seq in self.out.items() if seq <= ask.answered and not self.has(id)]
 
     def order(self, credit: Credit) -> None:
         """A credit that goes out with the next Answer. Those of evaluation, and adoptions, take no place."""
@@ -51,6 +49,14 @@ class RolloutView:
             self.evaluations[credit.id] = None
         elif credit.adopts is None:
             self.unseen[credit.id] = self.answers + 1
+
+    def has(self, id: CreditId) -> bool:
+        """Whether its last Ask showed this credit, in work or finished."""
+        return id in self.held or id in self.kept
+
+    def resumed(self, id: CreditId) -> None:
+        """A credit that it has, by its last Ask, from before it was taken for dead."""
+        self.out[id] = 0
 
     def ended(self, id: CreditId) -> None:
         """A credit that is no longer out."""

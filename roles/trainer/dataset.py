@@ -163,8 +163,10 @@ class Dataset:
         return self._deal(epoch, e, place)
 
     def unwanted(self, ref: PromptRef) -> str:
-        """Why a prompt that is out need not be answered any more; empty when it must."""
-        epoch = self._epochs[ref.epoch]
+        """Why a prompt that is out, or was, need not be answered any more; empty when it must."""
+        epoch = self._epochs.get(ref.epoch)
+        if epoch is None:  # it was complete
+            return "trained or closed by another trainer"
         if epoch.has(ref.prompt):
             return "trained by another trainer"
         if ref.prompt in epoch.closed:

@@ -23,7 +23,7 @@ from typing import Any
 
 from mesh.config import Config
 from mesh.effects import Note, Send
-from mesh.identity import PeerId
+from mesh.identity import PeerCard, PeerId
 from mesh.version import Lineage, Version
 from roles.trainer.batch import NOT_SAMPLES, malformed
 from roles.trainer.buffer import Buffer, Trajectory
@@ -58,6 +58,7 @@ class Intake:
         peer.on(Ask, self._message)
         peer.on(Delivery, self._delivery)
         peer.on_members(self._members)
+        peer.on_departed(self._departed)
         peer.every(TICK_S, lambda: self._do(self.delivery.tick(time.monotonic())))
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -78,6 +79,10 @@ class Intake:
         rollouts = [card.id for card in self.peer.live("rollout")]
         self._do(self.delivery.rollouts(rollouts, time.monotonic()))
         self.arrived()
+
+    def _departed(self, card: PeerCard, dead: bool, reason: str) -> None:
+        if not dead:
+            self._do(self.delivery.rollout_left(card.id))
 
     def _do(self, effects: Sequence[Any]) -> None:
         for effect in effects:

@@ -5,7 +5,7 @@ import os
 
 from processes import soon
 
-from transport.accounts import Delivered, Issued
+from transport.accounts import Delivered, Ended, Issued, Trained
 
 BUSY_S = float(os.environ.get("BUSY_S", "8"))
 """How long a rollout's interpreter is held: about three times what it takes to call a silent peer dead."""
@@ -13,10 +13,10 @@ BUSY_S = float(os.environ.get("BUSY_S", "8"))
 LONG = {"run.steps": 100_000, "rollout.groups_in_flight": 4}
 
 
-def holds(mesh, how: str):
+def holds(mesh, how: str, *others: str):
     """A mesh whose rollout ``busy`` holds its interpreter for a while, with credits in hand; when that is over, the
     trainer, the rollout, and how many entries the ledger had when it began."""
-    trainer, _, busy = (
+    trainer, *_, busy = (
         mesh.start(
             "trainer" if name == "trainer" else "rollout",
             name=name,
@@ -24,7 +24,7 @@ def holds(mesh, how: str):
             fault="holds_the_interpreter" if name == "busy" else "",
             env={"BUSY_S": str(BUSY_S)},
         )
-        for name in ("trainer", "other", "busy")
+        for name in ("trainer", *others, "busy")
     )
     mesh.reaches(3)
     me = mesh.peer_id("busy")
@@ -60,7 +60,7 @@ def is_still_there(mesh, busy, trainer) -> None:
 
 
 def test_a_rollout_that_announced_work_is_not_evicted(mesh):
-    trainer, busy, before = holds(mesh, "announced")
+    trainer, busy, before = holds(mesh, "announced", "other")
     me = mesh.peer_id("busy")
     mesh.let_go()
     lost = [e for e in mesh.entries()[before:] if getattr(e, "outcome", "") == "lost"]
@@ -72,7 +72,7 @@ def test_a_rollout_that_announced_work_is_not_evicted(mesh):
 
 
 def test_a_rollout_that_worked_in_silence_is_evicted_and_comes_back_by_itself(mesh):
-    trainer, busy, before = holds(mesh, "silent")
+    trainer, busy, before = holds(mesh, "silent", "other")
     me = mesh.peer_id("busy")
     trainer.says("busy died: did not answer ")
     mesh.let_go()
@@ -80,4 +80,30 @@ def test_a_rollout_that_worked_in_silence_is_evicted_and_comes_back_by_itself(me
     assert trainer.said.count("busy joined") >= 1
     [card] = [p for p in (mesh.run / "rendezvous").glob("*.json") if json.loads(p.read_text())["name"] == "busy"]
     assert card.stem == me, "it is the peer it was"
+    is_still_there(mesh, busy, trainer)
+
+
+def test_a_silent_rollout_keeps_its_credits_while_nobody_else_takes_their_prompts(mesh):
+    trainer, busy, before = holds(mesh, "silent")
+    me = mesh.peer_id("busy")
+    trainer.says("busy died: did not answer ")
+    entries = mesh.entries()
+    delivered = {e.id for e in entries if isinstance(e, Delivered)}
+    in_hand = {e.id for e in entries[:before] if isinstance(e, Issued) and e.to == me} & set(mesh.accounts().open)
+    in_hand -= delivered
+    assert in_hand, "it has credits"
+    mesh.let_go()
+    ended = {}
+
+    def look() -> bool:
+        for e in mesh.entries():
+            if isinstance(e, Trained | Ended):
+                ended.update(dict.fromkeys(e.ids, "trained" if isinstance(e, Trained) else f"{e.outcome}: {e.why}"))
+        return in_hand <= ended.keys()
+
+    soon(look, "what it had is trained")
+    assert {ended[id] for id in in_hand} == {"trained"}
+    assert trainer.said.count("busy joined") >= 1
+    assert mesh.peer_id("busy") == me
+    assert not [e for e in mesh.entries() if isinstance(e, Ended) and e.outcome == "lost"]
     is_still_there(mesh, busy, trainer)

@@ -21,7 +21,7 @@ from roles.trainer.agreement import Agreement, agree
 from roles.trainer.company import Company
 from roles.trainer.dataset import Dataset
 from roles.trainer.step import Steps
-from tests.sim import membership, mesh, split, step
+from tests.sim import membership, mesh, split, step, trainers
 from tests.sim.step_driver import Trains
 from tests.sim.step_group import Buffer
 from tests.sim.trainer import Disk
@@ -195,6 +195,39 @@ def _(patch):
 @fault("a prompt is dealt again after it was trained", 3, mesh.scenario, 3, "trained twice in epoch")
 def _(patch):
     patch.setattr(Dataset, "done", lambda self, ref: self.give_back(replace(ref, attempt=0)))
+
+
+@fault("the prompt of a missing credit is given back twice", 3, trainers.scenario, 10, "is not out")
+def _(patch):
+    end = TrainerDelivery._end
+
+    def twice(self, ids, outcome, why):
+        for id in ids:
+            if self._open[id].state == "missing":
+                self._open[id].state = "out"
+                del self._missing[self._open[id].credit.epoch, self._open[id].credit.prompt]
+        return end(self, ids, outcome, why)
+
+    patch.setattr(TrainerDelivery, "_end", twice)
+
+
+@fault("a missing credit outlives the order for its prompt", 3, trainers.scenario, 10, "missing, and its prompt")
+def _(patch):
+    issue = TrainerDelivery._issue
+
+    def generous(self, *args):
+        missing, self._missing = self._missing, {}
+        effects = issue(self, *args)
+        self._missing = missing
+        return effects
+
+    patch.setattr(TrainerDelivery, "_issue", generous)
+
+
+@fault("a credit is missing for ever", 3, trainers.scenario, 40, "is missing for ever")
+def _(patch):
+    tick = TrainerDelivery.tick
+    patch.setattr(TrainerDelivery, "tick", lambda self, now: [] if self._missing else tick(self, now))
 
 
 @fault("more is on order than the bound allows", 2, mesh.scenario, 3, "more credits than the bound allows")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mesh.convening import Form
-from mesh.effects import Send
 from mesh.identity import PeerId
+from mesh.membership import Departed
 from mesh.version import Lineage, Version
 from roles.trainer.buffer import Buffer, Trajectory
 from roles.trainer.dataset import Dataset
@@ -236,10 +236,12 @@ class Trains(Part):
     def tick(self, now: float) -> list[Any]:
         return self.delivery.tick(now)
 
-    def effect(self, effect: Any, now: float) -> list[Send]:
+    def effect(self, effect: Any, now: float) -> list[Any]:
         match effect:
             case Form(go) if go.kind == "gradients":
                 self.term = go.ballot
+            case Departed(card, False, _):
+                return self.delivery.rollout_left(card.id)
             case Record(entry):
                 self.ledger.lines.append(entry)
                 self.world.promises.recorded(self.node.id, entry)

@@ -126,6 +126,9 @@ class Peer:
     def on_members(self, handler: Any) -> None:
         self.members = handler
 
+    def on_departed(self, _: Any) -> None:
+        """Nobody says goodbye here."""
+
     def every(self, _: float, tick: Any) -> None:
         self.tick = tick
 
@@ -136,7 +139,9 @@ class Peer:
         self.world.log(f"{self.id} says {text}")
 
     def live(self, _: str) -> list[Any]:
-        return [SimpleNamespace(id=r.id) for r in self.world.rollouts if r.alive or self.world.now < r.noticed_at]
+        now = self.world.now
+        seen = [r for r in self.world.rollouts if (r.alive or now < r.noticed_at) and now >= r.unseen.get(self.id, now)]
+        return [SimpleNamespace(id=r.id) for r in seen]
 
     def send(self, to: str, message: Any, *, bulk: bool = False) -> bool:
         if isinstance(message, Answer):
@@ -217,6 +222,7 @@ class Rollout:
         self.engine: Version | None = None
         self.work: dict[tuple[str, int], tuple[Credit, Version | None]] = {}
         self.blind: dict[str, float] = {}  # trainers that it takes for gone, until when
+        self.unseen: dict[str, float] = {}  # trainers that take it for dead, until when
         self.alive, self.noticed_at = True, 0.0
 
     def execute(self, effects: list[Any]) -> None:
@@ -350,6 +356,11 @@ class Trainers:
         assert d.load == out + len(t.intake.buffer) + len(t.intake.taken), "a credit is neither out, held nor taken"
         assert d.load <= (self.settings.max_lag + 1) * self.settings.groups_per_step, "the bound"
         assert set(t.intake.taken) == {x.credit.id for x in t.batch}
+        out_prompts = {(ref.epoch, ref.prompt) for ref in t.data.open()} if d._missing else set()
+        for prompt, id in d._missing.items():
+            assert prompt not in out_prompts, f"credit {id} of {t.id} is missing, and its prompt {prompt} is out"
+            late = self.now - d._open[id].at - self.settings.credit_deadline_s
+            assert late < 1.0, f"credit {id} of {t.id} is missing for ever"
 
     def check_all(self) -> None:
         for t in self.living:
@@ -395,6 +406,9 @@ class Trainers:
             self.rollouts.append(Rollout(self))
         if self.living and rng.random() < 2 * self.death:
             rng.choice(self.rollouts).blind[rng.choice(self.living).id] = self.now + rng.uniform(1, 6)
+        if self.living and rng.random() < 2 * self.death:
+            for r in rng.choice((self.rollouts, self.rollouts[-1:])):
+                r.unseen[rng.choice(self.living).id] = self.now + rng.uniform(0.5, 6)
         if len(self.companies) == 1 and len(self.companies[0].members) > 1 and rng.random() < self.death / 2:
             self.split(self.companies[0])
 
@@ -445,6 +459,7 @@ class Trainers:
         self.loss = self.failing = self.broken = self.death = 0.0
         for r in self.rollouts:
             r.blind.clear()
+            r.unseen.clear()
         self.everybody.append(Trainer(self))
 
     def forgotten(self, t: Trainer, line: Line) -> None:

@@ -9,7 +9,7 @@ from mesh.effects import Note, Send
 from mesh.version import Ballot, Lineage, Version
 from roles.trainer.dataset import Dataset
 from transport.accounts import Closed, ClosedPrompt, Committed, Ended, Issued, Row, RowGroup, Trained
-from transport.credits import TrainerDelivery
+from transport.credits import MISSING_S, TrainerDelivery
 from transport.delivery import (
     ORPHAN_S,
     Abort,
@@ -146,7 +146,7 @@ def test_a_credit_whose_answer_was_lost_is_dealt_again_with_the_same_seed():
     assert again.id != lost.credits[0].id
 
 
-def test_a_dead_rollouts_credits_go_to_the_living_and_its_groups_stay():
+def test_a_dead_rollouts_prompts_go_to_the_living_and_its_groups_stay():
     trainer, dead, living = make_trainer(live=("r", "s"), groups_per_step=4), Peer("r"), Peer("s")
     said, _ = dead.ask(trainer, free=3)
     living.ask(trainer, free=0)
@@ -165,18 +165,132 @@ def test_a_late_ask_of_a_dead_rollout_is_not_served():
     assert trainer.receive("r", Ask(1, 0, 4, [], []), 1.0) == []
 
 
-def test_a_rollout_wrongly_taken_for_dead_is_served_again():
+def test_a_rollout_wrongly_taken_for_dead_keeps_its_credits():
     trainer, rollout = make_trainer(), RolloutDelivery(places=2)
     ask = rollout.trainers(["t"], 0.0)[0].message
-    rollout.receive("t", answer(trainer.receive("r", ask, 0.0)), 0.0)
-    trainer.rollouts([], 1.0)
+    said = answer(trainer.receive("r", ask, 0.0))
+    rollout.receive("t", said, 0.0)
+    assert trainer.rollouts([], 1.0) == []
+    assert (trainer.load, trainer.accounts.groups["in_flight"], trainer.metrics()["delivery/missing"]) == (0, 2, 2)
+    finished = rollout.finished("t", said.credits[0].id, group(v(0)), 1.5)
+    for effect in finished:
+        assert trainer.receive("r", effect.message, 1.5) == [], "of the dead nothing is taken"
     trainer.rollouts(["r"], 2.0)
+    held = []
     for now in (3.0, 5.0, 7.0):
         for ask in [e.message for e in rollout.changed(now)]:
-            rollout.receive("t", answer(trainer.receive("r", ask, now)), now)
-    assert rollout.held == 2
+            for send in rollout.receive("t", answer(trainer.receive("r", ask, now)), now):
+                if isinstance(send, Send):
+                    held += [e.credit.id for e in trainer.receive("r", send.message, now) if isinstance(e, Held)]
+    assert held == [said.credits[0].id], "what it finished meanwhile comes under its old credit"
+    assert rollout.counts["aborted"] == 0
+    assert trainer.accounts.groups["lost"] == 0
+    assert trainer.metrics()["delivery/missing"] == 0
+
+
+def silent_with_credits(n=2, **settings):
+    """A rollout taken for dead with credits in hand, and one that lives."""
+    trainer, silent, living = make_trainer(live=("r", "s"), **settings), Peer("r"), Peer("s")
+    said, _ = silent.ask(trainer, free=n)
+    living.ask(trainer, free=0)
+    trainer.rollouts(["s"], 2.0)
+    return trainer, silent, living, said.credits
+
+
+def test_a_missing_credit_is_lost_when_its_prompt_is_ordered_again_and_revoked_when_its_rollout_is_back():
+    trainer, silent, living, (first, second) = silent_with_credits()
+    said, effects = living.ask(trainer, free=1, now=3.0)
+    assert [type(r) for r in (e.entry for e in effects if isinstance(e, Record))] == [Ended, Issued]
+    assert records(effects, Ended) == [Ended("lost", [first.id], "its rollout is gone")]
+    assert [(c.prompt, c.attempt, c.seed) for c in said.credits] == [(first.prompt, 0, first.seed)]
+    trainer.rollouts(["r", "s"], 4.0)
+    said, effects = silent.ask(trainer, answered=1, held=[first.id, second.id], now=4.0)
+    assert (said.revoked, records(effects, Ended)) == ([first.id], [])
     assert trainer.load == 2
-    assert rollout.counts["aborted"] == 2
+    effects = silent.deliver(trainer, second)
+    assert [e.credit.id for e in effects if isinstance(e, Held)] == [second.id]
+
+
+def test_a_missing_credit_that_its_rollout_does_not_have_any_more_is_lost_and_its_prompt_dealt_once():
+    trainer, silent, living, (first, second) = silent_with_credits()
+    trainer.rollouts(["r", "s"], 3.0)
+    said, effects = silent.ask(trainer, answered=1, held=[second.id], free=1, now=3.0)
+    assert records(effects, Ended) == [Ended("lost", [first.id], "not at its rollout")]
+    assert [c.prompt for c in said.credits] == [first.prompt]
+    said, _ = living.ask(trainer, free=1)
+    assert said.credits[0].prompt not in (first.prompt, second.prompt)
+
+
+def test_a_missing_credit_waits_for_a_place_and_does_not_break_the_bound():
+    trainer, silent, living, credits = silent_with_credits(4, max_lag=0)
+    orphans = [
+        Orphan(("u", i), 0, p, 2, v(0)) for i, p in enumerate(range(1000)) if p not in [c.prompt for c in credits]
+    ]
+    trainer.receive("s", Ask(9, 0, 0, [], [], {}, orphans[:4]), 3.0)
+    assert trainer.load == trainer.limit == 4
+    trainer.rollouts(["r", "s"], 4.0)
+    said, effects = silent.ask(trainer, answered=1, held=[c.id for c in credits], now=4.0)
+    assert (said.revoked, records(effects, Ended), trainer.load) == ([], [], 4)
+    living.seq = 9
+    living.ask(trainer, answered=9, now=5.0)  # it has none of the four, so there are places
+    assert trainer.accounts.groups["lost"] == 4
+    said, _ = silent.ask(trainer, answered=2, held=[c.id for c in credits], now=6.0)
+    assert (said.revoked, trainer.load, trainer.metrics()["delivery/missing"]) == ([], 4, 0)
+
+
+@pytest.mark.parametrize("why", ["goodbye", "deadline", "silence", "age", "trained", "dealt", "over", "behind"])
+def test_a_missing_credit_ends_in_one_account_and_its_prompt_is_given_back_once(why):
+    trainer, silent, living, (first, second) = silent_with_credits(
+        credit_deadline_s=1000.0 if why == "silence" else 60.0
+    )
+    data = trainer._prompts
+    outcome, reason = "lost", "its rollout is gone"
+    match why:
+        case "goodbye":
+            effects = trainer.rollout_left("r")
+        case "deadline":
+            assert trainer.tick(59.0) == []
+            effects = trainer.tick(62.0)
+        case "silence":
+            assert trainer.tick(2.0 + MISSING_S) == []
+            effects = trainer.tick(3.0 + MISSING_S)
+        case "age":
+            outcome, reason = "superseded", "age"
+            trainer.rollouts(["r", "s"], 3.0)
+            trainer._places = lambda: 0  # it is back, and there is no place
+            silent.ask(trainer, answered=1, held=[HeldCredit(c.id, v(0)) for c in (first, second)], now=3.0)
+            del trainer._places
+            effects = trainer.advance(v(2), LINEAGE, 4.0)
+        case "trained":
+            for credit in (first, second):
+                data.mark_trained(0, credit.prompt)
+            effects = trainer.dealt()
+        case "dealt":
+            data.deal(["u"], "t")
+            effects = trainer.dealt()
+        case "over":
+            reason = "the run is over"
+            effects = trainer.finish(3.0)
+        case "behind":
+            outcome, reason = "superseded", "lineage"
+            effects = trainer.restart(3.0)
+    assert records(effects, Ended) == [Ended(outcome, [first.id, second.id], reason)]
+    assert (trainer.load, trainer.accounts.groups["in_flight"], data.open()) == (0, 0, [])
+    if why in ("goodbye", "deadline", "silence", "age"):
+        said, _ = living.ask(trainer, free=3, now=200.0)
+        assert [c.prompt for c in said.credits][:2] == [first.prompt, second.prompt]
+        assert len({c.prompt for c in said.credits}) == 3
+        assert {c.attempt for c in said.credits} == {0}
+
+
+def test_evaluation_credits_of_a_silent_rollout_end_at_once():
+    trainer, silent, living = make_trainer(live=("r", "s")), Peer("r"), Peer("s")
+    silent.ask(trainer)
+    trainer.evaluate([7], v(0), 1.0)
+    living.ask(trainer)
+    effects = trainer.rollouts(["s"], 2.0)
+    assert records(effects, Ended) == [Ended("lost", [0], "its rollout is gone")]
+    assert [c.prompt for c in answer(effects, "s").credits] == [7]
 
 
 def test_rollouts_share_a_new_batch_evenly_after_a_step():
