@@ -46,7 +46,7 @@ class Launch:
     @property
     def unique(self) -> str:
         """What tells this process from the others of its run in its name, the same after a restart; empty alone."""
-        if self.kind == "alone":
+        if self.kind == "alone" or (self.kind == "torchrun" and self.world_size == 1):  # an agent for each peer
             return ""
         return f"{self.rank}-{self.job}.{self.step}" if self.kind == "slurm" else str(self.rank)
 
