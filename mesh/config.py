@@ -40,11 +40,13 @@ class Task(Struct, forbid_unknown_fields=True):
 
 
 class Rollout(Struct, forbid_unknown_fields=True):
-    engine: Literal["auto", "transformers", "vllm"] = "auto"  # auto: transformers; vllm comes in a later version
+    engine: Literal["auto", "transformers", "vllm"] = "auto"  # auto: vllm where it is installed
     temperature: float = 1.0  # 1 samples the policy itself
     max_new_tokens: int = 256  # per completion
     groups_in_flight: int = 16  # groups one rollout works on at a time
-    max_batch: int = 256  # sequences in one forward of the transformers engine
+    max_batch: int = 256  # sequences in one forward of the engine
+    on_update: Literal["keep", "recompute", "wait", "abort"] = "keep"  # what vllm does with running completions
+    vllm: dict[str, Any] = {}  # arguments of vLLM's engine, as its own documentation names them
     reward_timeout_s: float = 10.0  # a verifier that takes longer is killed
     reward_workers: int = 1  # processes that run the verifier
     threads: int = 0  # CPU threads of the engine; 0: cores over peers on this machine

@@ -424,7 +424,9 @@ def main(node: Node) -> int:
     engine, tokenizer = load_engine(node.config, device)
     check_prompts(task, tokenizer, engine, node.config.rollout.max_new_tokens)
     peer = node.peer(model=files_digest(node.config), data=task.digest)
-    receiver = Receiver(peer, node.config.weights, group_builder(peer, backend), engine_build=engine.build)
+    receiver = Receiver(
+        peer, node.config.weights, group_builder(peer, backend), engine_build=engine.build, new_buffer=engine.new_flat
+    )
     reason = parting(None)
     try:
         return asyncio.run(Rollout(node, peer, engine, receiver, task, tokenizer).run())

@@ -12,7 +12,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 from mesh.config import convert
 from mesh.version import Ballot, Version
-from roles.rollout.engines import load_engine
+from roles.rollout.engines import load_engine, vllm
 from roles.rollout.engines.base import EngineDead, Request, RequestFailed, sample_seed
 from roles.rollout.engines.decode import draw
 from roles.rollout.engines.transformers import TransformersEngine, dummy_model, end_tokens, scramble
@@ -548,5 +548,9 @@ def test_an_engine_is_made_from_the_settings_and_says_what_is_wrong_with_them(tm
     with pytest.raises(ValueError, match=f"model.path = {tmp_path} cannot be loaded") as error:
         load_engine(config)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=r'rollout\.engine = "vllm" is not available'):
-        load_engine(convert({"model": {"path": str(tmp_path)}, "rollout": {"engine": "vllm"}}))
+
+
+@pytest.mark.skipif(bool(vllm.installed()), reason="vLLM is installed here")
+def test_without_vllm_its_engine_is_refused_with_what_to_do():
+    with pytest.raises(ValueError, match=r"vLLM is not installed here: install .*, or set rollout\.engine = "):
+        load_engine(convert({"model": {"path": "starter:sort"}, "rollout": {"engine": "vllm"}}))

@@ -8,7 +8,7 @@ two tokens (one attribute read when there is nothing), loads what it gets, prove
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +74,20 @@ class ReceiverStats:
 class Receiver:
     """Make one before the peer starts (it registers handlers), with the engine already loaded.
 
-    ``engine_build`` names what must be alike for two engines to hold identical live tensors; proofs carry it."""
+    ``engine_build`` names what must be alike for two engines to hold identical live tensors; proofs carry it.
+    ``new_buffer`` makes a shadow buffer of so many bytes where the engine can read it."""
 
-    def __init__(self, port: Port, weights: Weights, build: Build, *, engine_build: str = "") -> None:
+    def __init__(
+        self,
+        port: Port,
+        weights: Weights,
+        build: Build,
+        *,
+        engine_build: str = "",
+        new_buffer: Callable[[int], Tensor] = new_flat,
+    ) -> None:
         self.engine_build = engine_build
+        self._new_buffer = new_buffer
         self._port = port
         self._weights = weights
         self._mover = Mover(port, build, self._formed, self._failed)
@@ -212,7 +222,7 @@ class Receiver:
             text = f"manifest from {peer_name(self._port, self._schedule.publisher)} is refused: {e}"
             self._port.post(lambda: self._unlearned(text))
             return
-        shadows = [new_flat(manifest.nbytes) for _ in range(SHADOWS)]
+        shadows = [self._new_buffer(manifest.nbytes) for _ in range(SHADOWS)]
         self._port.post(lambda: self._learned(manifest, shadows))
 
     # ------------------------------------------------------------------------------------------------------------------

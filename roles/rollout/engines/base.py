@@ -85,13 +85,16 @@ class WeightSource(Protocol):
 
 
 class Prover(Protocol):
-    """Checks what an engine really runs (``transport.weights.proof``). Called on the engine's thread."""
+    """Checks what an engine really runs (``transport.weights.proof``). Called on the engine's thread, with what answers
+    for the live weights; an engine whose weights live in other processes has provers of the same floor there."""
 
-    def before(self, engine: "Engine", probe: Any) -> None: ...
+    floor: float
+
+    def before(self, engine: Any, probe: Any) -> None: ...
 
     def prove(
         self,
-        engine: "Engine",
+        engine: Any,
         manifest: Any,
         tensor_digests: np.ndarray,
         probe: Any,
@@ -115,6 +118,8 @@ class Figures:
     takeover_longest_s: float = 0.0
     running: int = 0
     queued: int = 0
+    prompt_tokens: int = 0  # of engines with a prefix cache
+    prompt_tokens_cached: int = 0
 
     def as_dict(self) -> dict[str, float]:
         return {name: float(value) for name, value in vars(self).items()}
@@ -201,26 +206,54 @@ class Engine(ABC):
     def close(self, timeout_s: float = 5.0) -> bool:
         """Abort what runs and stop. False when the engine did not end in time (it is abandoned)."""
 
-    # -- the weights' side, on the engine's own thread -----------------------------------------------------------------
+    def new_flat(self, nbytes: int) -> "torch.Tensor":
+        """A buffer that versions are received into, where this engine takes them from: uint8, (nbytes,)."""
+        from transport.weights.buffers import new_flat
 
-    @abstractmethod
-    def state_tensors(self) -> "dict[str, torch.Tensor]":
-        """The tensors a version is loaded into, by the names of the model's state_dict, tied names included."""
-
-    @abstractmethod
-    def live_tensors(self) -> "Iterable[tuple[str, torch.Tensor]]":
-        """Every distinct tensor that a version decides, in a stable order, in the layout the forward pass reads."""
-
-    @abstractmethod
-    def load(self, manifest: Any, flat: "torch.Tensor") -> None:
-        """Copy a flat uint8 buffer into the live tensors."""
-
-    @abstractmethod
-    def score(self, tokens: np.ndarray) -> np.ndarray:
-        """float32 (n-1,): log-probability of ``tokens[1:]`` (int32 (n,)) at temperature 1."""
+        return new_flat(nbytes)
 
 
 def sample_seed(seed: int, index: int, turn: int = 0) -> int:
     """The uint64 seed of one request: sample ``index`` of the group with ``seed``, in its turn ``turn``."""
     key = b"".join(int(n).to_bytes(8, "little") for n in (seed, index, turn))
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
+def check_request(request: Request, longest: int | None, vocabulary: int) -> None:
+    """Raise ValueError, in one line, for what no model of ``longest`` positions and this vocabulary can sample."""
+    n = len(request.prompt)
+    if n == 0 or request.max_new_tokens < 1:
+        raise ValueError("a request needs at least one prompt token and one new token")
+    if longest is not None and n + request.max_new_tokens > longest:
+        raise ValueError(
+            f"a prompt of {n} tokens and rollout.max_new_tokens = {request.max_new_tokens} need "
+            f"{n + request.max_new_tokens} positions, the model has {longest}: shorten one of them"
+        )
+    low, high = int(request.prompt.min()), int(request.prompt.max())
+    if low < 0 or high >= vocabulary:
+        raise ValueError(f"prompt token {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
+    if not request.temperature >= 0:
+        raise ValueError(f"temperature {request.temperature} must not be negative")
+
+
+def passed(request: Request, version: Version) -> RequestFailed:
+    return RequestFailed(f"the request is pinned to {request.pinned}, the engine has gone on to {version}")
+
+
+def answer(ended: list[tuple[Pending, Sampled | Exception]]) -> None:
+    """Give each future its result, on its own loop: one call into a loop for all of them."""
+    loops = {id(p.loop): p.loop for p, _ in ended}
+    for key, loop in loops.items():
+        mine = [(p.future, result) for p, result in ended if id(p.loop) == key]
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_resolve, mine)
+
+
+def _resolve(results: list[tuple[Any, Sampled | Exception]]) -> None:
+    for future, result in results:
+        if future.done():
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

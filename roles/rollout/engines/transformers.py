@@ -31,6 +31,9 @@ from roles.rollout.engines.base import (
     RequestFailed,
     Sampled,
     WeightSource,
+    answer,
+    check_request,
+    passed,
 )
 from roles.rollout.engines.decode import Batch
 from transport.weights.buffers import load_into
@@ -81,19 +84,7 @@ class TransformersEngine(Engine):
         self._thread.start()
 
     def check(self, request: Request) -> None:
-        n = len(request.prompt)
-        if n == 0 or request.max_new_tokens < 1:
-            raise ValueError("a request needs at least one prompt token and one new token")
-        if self.longest is not None and n + request.max_new_tokens > self.longest:
-            raise ValueError(
-                f"a prompt of {n} tokens and rollout.max_new_tokens = {request.max_new_tokens} need "
-                f"{n + request.max_new_tokens} positions, the model has {self.longest}: shorten one of them"
-            )
-        low, high = int(request.prompt.min()), int(request.prompt.max())
-        if low < 0 or high >= self._vocabulary:
-            raise ValueError(f"prompt token {low if low < 0 else high} is outside the vocabulary of {self._vocabulary}")
-        if not request.temperature >= 0:
-            raise ValueError(f"temperature {request.temperature} must not be negative")
+        check_request(request, self.longest, self._vocabulary)
 
     def submit(self, pending: list[Pending]) -> None:
         with self._lock:
@@ -104,7 +95,7 @@ class TransformersEngine(Engine):
                 self._unanswered.update((id(p.request), p) for p in pending)
                 self._lock.notify()
         if gone:
-            _answer([(p, self._dead()) for p in pending])
+            answer([(p, self._dead()) for p in pending])
 
     def abort(self, requests: Iterable[Request]) -> None:
         with self._lock:
@@ -127,7 +118,7 @@ class TransformersEngine(Engine):
             log.warning("the engine did not end within %.1f s and is abandoned", timeout_s)
         with self._lock:
             left, self._unanswered = list(self._unanswered.values()), {}
-        _answer([(p, self._dead()) for p in left])
+        answer([(p, self._dead()) for p in left])
         return ended
 
     def _dead(self) -> EngineDead:
@@ -153,7 +144,7 @@ class TransformersEngine(Engine):
             with self._lock:
                 self._closing = True
                 left, self._unanswered = list(self._unanswered.values()), {}
-            _answer([(p, self._dead()) for p in left])
+            answer([(p, self._dead()) for p in left])
 
     def _turn(self) -> bool:
         with self._lock:
@@ -186,13 +177,13 @@ class TransformersEngine(Engine):
         room = self.max_batch - len(self._batch)
         chosen: list[Pending] = []
         later: list[Pending] = []
-        passed: list[Pending] = []
+        gone_by: list[Pending] = []
         while self._queue and len(chosen) < room:
             pending = self._queue.popleft()
             pinned = pending.request.pinned or version
-            (passed if pinned < version else later if pinned > version else chosen).append(pending)
+            (gone_by if pinned < version else later if pinned > version else chosen).append(pending)
         self._queue.extendleft(reversed(later))
-        self._deliver([(p, _passed(p.request, version)) for p in passed])
+        self._deliver([(p, passed(p.request, version)) for p in gone_by])
         if chosen:
             with self._timed():
                 self._batch.admit(chosen, version)
@@ -218,7 +209,7 @@ class TransformersEngine(Engine):
         with self._lock:
             for pending, _ in ended:
                 self._unanswered.pop(id(pending.request), None)
-        _answer([(p, RequestFailed(str(r)) if isinstance(r, FloatingPointError) else r) for p, r in ended])
+        answer([(p, RequestFailed(str(r)) if isinstance(r, FloatingPointError) else r) for p, r in ended])
 
     def _count(self, started: float, now: float, tokens: int) -> None:
         f = self.figures
@@ -281,12 +272,14 @@ class TransformersEngine(Engine):
         """Running requests that were pinned to a version whose successor failed, and which is not coming back."""
         leaving = [row.pending.request.pinned not in (None, version) for row in self._batch.rows]
         if any(leaving):
-            self._deliver([(p, _passed(p.request, version)) for p, _ in self._batch.remove(leaving)])
+            self._deliver([(p, passed(p.request, version)) for p, _ in self._batch.remove(leaving)])
 
     def state_tensors(self) -> dict[str, Tensor]:
+        """The tensors a version is loaded into, by the names of the model's state_dict, tied names included."""
         return self.model.state_dict(keep_vars=True)
 
     def live_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Every distinct tensor that a version decides, in a stable order, in the layout the forward pass reads."""
         seen: set[int] = set()
         for name, tensor in self.state_tensors().items():
             if id(tensor) not in seen:  # tied names share one tensor
@@ -294,36 +287,15 @@ class TransformersEngine(Engine):
                 yield name, tensor.detach()
 
     def load(self, manifest: Any, flat: Tensor) -> None:
+        """Copy a flat uint8 buffer into the live tensors."""
         load_into(manifest, flat, self.state_tensors())
 
     @torch.inference_mode()
     def score(self, tokens: np.ndarray) -> np.ndarray:
+        """float32 (n-1,): log-probability of ``tokens[1:]`` (int32 (n,)) at temperature 1."""
         ids = torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int64)).to(self._device)[None]
         logp = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logp.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
-
-
-def _passed(request: Request, version: Version) -> RequestFailed:
-    return RequestFailed(f"the request is pinned to {request.pinned}, the engine has gone on to {version}")
-
-
-def _answer(ended: list[tuple[Pending, Sampled | Exception]]) -> None:
-    """Give each future its result, on its own loop: one call into a loop for all of them."""
-    loops = {id(p.loop): p.loop for p, _ in ended}
-    for key, loop in loops.items():
-        mine = [(p.future, result) for p, result in ended if id(p.loop) == key]
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_resolve, mine)
-
-
-def _resolve(results: list[tuple[Any, Sampled | Exception]]) -> None:
-    for future, result in results:
-        if future.done():
-            continue
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
 
 
 def dummy_model(
