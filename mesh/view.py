@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
 from rich.console import Group
 from rich.panel import Panel
 from rich.table import Table
@@ -27,9 +28,15 @@ class Seen:
     marks: list[tuple[int, str]] = field(default_factory=list)
 
     def trainer(self) -> Status | None:
-        """The last Status of the trainer, alive or not."""
-        known = [s for _, s in self.status.values() if "step" in s.figures]
-        return max(known, key=lambda s: s.figures["step"], default=None)
+        """The last Status of the trainer that is furthest, alive or not; what each counts for itself is summed over
+        the living."""
+        known = {peer: s for peer, (_, s) in self.status.items() if "step" in s.figures}
+        if not known:
+            return None
+        furthest = max(known.values(), key=lambda s: s.figures["step"])
+        here = [s for peer, s in known.items() if peer in self.cards] or [furthest]
+        sums = {name: sum(s.figures.get(name, 0.0) for s in here) for name in ("tokens_per_s", "superseded")}
+        return replace(furthest, figures=furthest.figures | sums)
 
     @property
     def step(self) -> int:
