@@ -7,7 +7,7 @@ cannot disagree, and a contradiction (a credit that ends twice, one trained that
 In groups:  issued = trained + superseded + failed + lost + in_flight      (evaluation: evaluated instead of trained)
 In tokens:  delivered = trained + masked + superseded + failed + lost + held
 
-* **in flight**: out at a rollout, also at one that is silent, or delivered and waiting here, or in the batch in training.
+* **in flight**: out at a rollout, also at a silent one, or delivered and waiting here, or in the batch in training.
 * **superseded**: newer weights replaced those it came from, by age or by lineage; also one revoked before delivery.
 * **failed**: the rollout said so, it was malformed, or it passed its deadline.
 * **lost**: the holder died or gave it back, the order or the answer went missing, or the trainer itself ended. Tokens

@@ -26,8 +26,8 @@ know, and say again what differs:
 * A kept group gets its verdict in every Answer until it is kept no more; one whose Delivery has not come although it
   has been kept for a while (bulk is slower than control) is asked for again.
 * An Ask not newer than the last changes nothing.
-* The credits of a rollout that is taken for dead stay open, *missing*, while their prompts are dealt again. When its Ask
-  shows that it lives and has one, and the prompt is still free, that credit is out again.
+* The credits of a rollout that is taken for dead stay open, *missing*, while their prompts are dealt again. When its
+  Ask shows that it lives and has one, and the prompt is still free, that credit is out again.
 
 **The bound.** credits out + groups held + groups taken <= (max_lag + 1) * groups_per_step. The p-th of these places is
 used in step v + p // groups_per_step, so its credit must start from that step minus max_lag or newer. ``window.py``
