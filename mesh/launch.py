@@ -15,7 +15,7 @@ from typing import Literal
 
 from mesh import addresses
 from mesh.identity import Role
-from mesh.rendezvous import Rendezvous, Seeds, names_this_machine
+from mesh.rendezvous import Directory, LauncherStore, Rendezvous, Seeds, names_this_machine
 
 _SPECIAL_STEP = 0xFFFFFFF0  # ids from here on are SLURM's batch script, interactive shell and the like: no srun step
 
@@ -111,6 +111,20 @@ def role_of(role: Literal["auto", "trainer", "rollout"], launch: Launch, trainer
         role = "trainer" if launch.rank < trainers else "rollout"
         return role, min(trainers, launch.world_size)
     return role, launch.peers_announced if role == "trainer" else 0
+
+
+def default_rendezvous(path: Path, launch: Launch, env: Mapping[str, str] | None = None) -> Directory:
+    """The directory ``path`` of the run; under several agents of torchrun also the store that the first one keeps."""
+    env = os.environ if env is None else env
+    host, port = env.get("MASTER_ADDR", ""), _int(env, "MASTER_PORT")
+    if launch.kind == "torchrun" and launch.nodes > 1 and host and port and _agents_store(env):
+        return LauncherStore(path, host, port, launch.rank, launch.world_size)
+    return Directory(path)
+
+
+def _agents_store(env: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent keeps the store: else its first worker would have to."""
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch | None:

@@ -86,7 +86,7 @@ class Node:
         """Raises ValueError when secret or rendezvous are wrong: before anything slow is loaded."""
         url = self.config.mesh.rendezvous
         self._key = secret.load(self.run.path)
-        self._meeting = rendezvous.parse(url) if url else rendezvous.Directory(self.run.rendezvous)
+        self._meeting = rendezvous.parse(url) if url else launch.default_rendezvous(self.run.rendezvous, self.launch)
 
     def peer(self, **files: str) -> Any:
         """The peer of this process, its sockets bound but not yet joined. ``files``: digests of what must be alike at

@@ -12,8 +12,10 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -25,6 +27,7 @@ RENEW_S = 60.0  # how often `renew` is to be called
 STALE_S = 600.0  # a card not renewed for so long is nobody's
 MAX_CARDS = 256  # read at once, the newest first: one answer is enough
 MAX_CARD_BYTES = 64 << 10
+STORE_WAIT_S = 5.0  # for torchrun's store, on a thread of its own
 FORMS = "tcp://host:port[,host:port...] with IPv6 in brackets, or file:///directory"
 
 _SEED = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[\w.-]+):(\d{1,5})")
@@ -216,6 +219,53 @@ class Directory:
         if path.name not in self._said and len(self._said) < MAX_CARDS:
             self._said.add(path.name)
             log.warning("card %s: %s", path, what)
+
+
+class LauncherStore(Directory):
+    """The run directory, and beside it torchrun's store, where each worker of the agents leaves its card under its
+    rank: machines that do not share a directory meet there. For first contact only: the store goes with its agent."""
+
+    def __init__(self, path: Path, host: str, port: int, rank: int, size: int) -> None:
+        super().__init__(path)
+        self._at, self._rank, self._size = (host, port), rank, min(size, MAX_CARDS)
+        self._store: Any = None
+
+    def _write(self) -> None:
+        super()._write()
+        if self._entry is not None:
+            entry = self._entry
+            self._ask(lambda store: store.set(f"mesh-node/{self._rank}", msgspec.json.encode(entry)))
+
+    def _read(self) -> list[str]:
+        found = super()._read()
+        for rank in range(self._size):
+            card = self._ask(partial(_get, f"mesh-node/{rank}"))
+            entry = msgspec.json.decode(card, type=_Entry) if card else None
+            if entry is None or self._entry is None or rank == self._rank:
+                continue
+            if entry.run == self._entry.run:
+                found.append(entry.address)
+            else:
+                self.strangers.append((f"{entry.name} on {entry.host}", entry.address))
+        return list(dict.fromkeys(found))
+
+    def _ask(self, what: Callable[[Any], T]) -> T | None:
+        """None when the store does not answer: its agent has ended, or is elsewhere."""
+        from torch.distributed import TCPStore
+
+        try:
+            if self._store is None:
+                wait = timedelta(seconds=STORE_WAIT_S)
+                self._store = TCPStore(*self._at, is_master=False, timeout=wait, wait_for_workers=False)
+            return what(self._store)
+        except RuntimeError as e:
+            self._store = None
+            self._say(Path("store"), f"torchrun's store at {self._at[0]}:{self._at[1]} does not answer: {e}")
+            return None
+
+
+def _get(key: str, store: Any) -> bytes:
+    return store.get(key) if store.check([key]) else b""  # to get what is not there is to wait for it
 
 
 class _Latest(Generic[T]):
