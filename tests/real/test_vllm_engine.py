@@ -1,0 +1,236 @@
+"""The real vLLM on a small model: what it samples is what each version's own forward pass says, whatever version came
+between two of its tokens; and what it must not take over it does not."""
+
+import asyncio
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mesh.config import convert
+from mesh.version import Ballot, Version
+from roles.rollout.engines import vllm
+from roles.rollout.engines.base import Request, RequestFailed
+from transport.messages import Probe
+from transport.weights.buffers import copy_in, tensor_digests
+from transport.weights.manifest import Manifest
+from transport.weights.proof import Prover
+
+pytestmark = [
+    pytest.mark.skipif(not vllm.installed().startswith(vllm.SUPPORTED), reason=f"vLLM {vllm.SUPPORTED} is not here"),
+    pytest.mark.timeout(600),
+]
+TERM = Ballot(1, "aa")
+PROBE = np.arange(10, 40, dtype=np.int32)
+PATIENCE_S = 200.0  # vLLM compiles on first use, on a machine that is busy
+
+
+def llama(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def logprobs_of(model, prompt, tokens, temperature=1.0):
+    """Of every sampled token, by one plain forward pass: float32 (n,)."""
+    ids = torch.tensor([[*map(int, prompt), *map(int, tokens)]])
+    with torch.no_grad():
+        logp = (model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature).log_softmax(-1)
+    return logp.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+class Engine:
+    """A vLLM engine and the versions put into it; ``put`` waits until one is taken or refused."""
+
+    def __init__(self, directory, **settings):
+        llama(0).save_pretrained(directory)
+        config = convert({"model": {"path": str(directory)}, "rollout": {"threads": 1, "max_batch": 32, **settings}})
+        args = vllm.engine_args(config, str(directory), "float32", cuda=False)
+        self.real = vllm.VllmEngine(args, eos=[1], on_update=config.rollout.on_update, threads=1)
+        self.number, self.next = 0, None
+        self.taken: list[Version] = []
+        self.proofs: list = []
+        self.refusals: list = []
+        self.real.start(self, Prover(1e-3))
+
+    def offered(self):
+        arrived, self.next = self.next, None
+        return arrived
+
+    def took(self, arrived, proof) -> None:
+        self.proofs.append(proof)
+        self.taken.append(arrived.version)
+
+    def refused(self, arrived, reason) -> None:
+        self.refusals.append(reason)
+
+    def offer(self, model) -> Version:
+        self.number += 1
+        manifest = Manifest.from_module(model)
+        flat = self.real.new_flat(manifest.nbytes)
+        copy_in(manifest, model.state_dict(), flat)
+        version = Version(TERM, self.number)
+        self.next = SimpleNamespace(
+            version=version,
+            manifest=manifest,
+            flat=flat,
+            tensor_digests=tensor_digests(manifest, flat),
+            probe=Probe(tokens=PROBE, logprobs=logprobs_of(model, PROBE[:1], PROBE[1:])),
+        )
+        self.real.wake()
+        return version
+
+    def put(self, model) -> Version:
+        before = len(self.taken) + len(self.refusals)
+        version = self.offer(model)
+        soon(lambda: len(self.taken) + len(self.refusals) > before, "the version is taken or refused")
+        return version
+
+    def sample(self, *requests):
+        return asyncio.run(asyncio.wait_for(self.real.generate(requests), PATIENCE_S))
+
+    def processes(self):
+        return psutil.Process().children(recursive=True)
+
+
+def soon(what, why):
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.005)
+
+
+def requests(count, new=24, temperature=1.0, seed=0, length=9):
+    rng = np.random.default_rng(seed)
+    return [
+        Request(prompt=rng.integers(2, 64, length), max_new_tokens=new, temperature=temperature, seed=i)
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def shared_engine(tmp_path_factory):
+    engine = Engine(tmp_path_factory.mktemp("vllm") / "model")
+    yield engine
+    assert engine.real.close(30.0)
+
+
+def test_the_log_probabilities_are_those_of_the_distribution_that_was_sampled(shared_engine):
+    model = llama(1)
+    version = shared_engine.put(model)
+    assert shared_engine.taken[-1] == version, shared_engine.refusals
+    assert shared_engine.proofs[-1].difference < 1e-4
+    differences = []
+    for temperature in (1.0, 0.7):
+        asked = requests(8, temperature=temperature)
+        for request, got in zip(asked, shared_engine.sample(*asked), strict=True):
+            expected = logprobs_of(model, request.prompt, got.tokens, temperature)
+            differences.append(np.abs(got.logprobs - expected).max())
+            assert [(s.version, s.start, s.stop) for s in got.spans] == [(version, 0, len(got.tokens))]
+            assert got.finish == ("stop" if got.tokens[-1] == 1 else "length")
+            assert 1 not in got.tokens[:-1]
+    assert max(differences) < 1e-4
+
+
+def test_a_version_that_comes_while_it_samples_is_taken_between_two_tokens(shared_engine):
+    old, new = llama(2), llama(3)
+    first = shared_engine.put(old)
+
+    async def run():
+        asked = requests(16, new=900)
+        running = asyncio.ensure_future(shared_engine.real.generate(asked))
+        while shared_engine.real.figures.running == 0:
+            await asyncio.sleep(0.001)
+        second = shared_engine.offer(new)
+        return asked, await asyncio.wait_for(running, PATIENCE_S), second
+
+    asked, got, second = asyncio.run(run())
+    assert shared_engine.taken[-2:] == [first, second], shared_engine.refusals
+    crossed = [g for g in got if len(g.spans) == 2]
+    assert crossed
+    for request, g in zip(asked, got, strict=True):
+        assert [s.version for s in g.spans] in ([first], [first, second])
+        assert [s.start for s in g.spans] == [0, *(s.stop for s in g.spans[:-1])]
+        assert g.spans[-1].stop == len(g.tokens)
+        head = g.spans[0].stop
+        expected = logprobs_of(old, request.prompt, g.tokens)[:head]
+        np.testing.assert_allclose(g.logprobs[:head], expected, atol=1e-4)
+
+
+def test_the_same_weights_twice_change_nothing(shared_engine):
+    model = llama(4)
+    shared_engine.put(model)
+    asked = requests(4, temperature=0.0)
+    before = shared_engine.sample(*asked)
+    again = shared_engine.put(model)
+    assert shared_engine.taken[-1] == again, shared_engine.refusals
+    after = shared_engine.sample(*asked)
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+
+
+def test_what_old_weights_cached_of_a_prompt_is_not_found_by_new_ones(shared_engine):
+    (asked,) = requests(1, temperature=0.0, length=300)  # more than two blocks
+    again = dataclasses.replace(asked)
+    shared_engine.put(llama(5))
+    shared_engine.sample(asked)
+    cached = shared_engine.real.figures.prompt_tokens_cached
+    new = llama(6)
+    shared_engine.put(new)
+    (got,) = shared_engine.sample(asked)
+    assert shared_engine.real.figures.prompt_tokens_cached == cached
+    np.testing.assert_allclose(got.logprobs, logprobs_of(new, asked.prompt, got.tokens), atol=1e-4)
+    shared_engine.sample(again)
+    assert shared_engine.real.figures.prompt_tokens_cached >= cached + 256
+
+
+def test_a_request_that_cannot_be_served_fails_alone_and_an_aborted_one_brings_what_it_has(shared_engine):
+    shared_engine.put(llama(7))
+    real = shared_engine.real
+    assert real.longest == 1024
+
+    async def run():
+        fit, long, late = *requests(2, new=1015), requests(1)[0]
+        late.pinned = Version(TERM, 1)
+        over = Request(prompt=np.full(1000, 5), max_new_tokens=25)
+        tasks = [asyncio.ensure_future(real.sample(r)) for r in (fit, long, late, over)]
+        while real.figures.running < 2:
+            await asyncio.sleep(0.001)
+        real.abort([long])
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
+
+    fit, long, late, over = asyncio.run(run())
+    assert fit.finish in ("stop", "length")
+    assert long.finish == "abort"
+    assert 0 < len(long.tokens) < 1015
+    assert isinstance(late, RequestFailed)
+    assert "pinned" in str(late)
+    assert isinstance(over, ValueError)
+    assert "1025 positions" in str(over)
+
+
+def test_a_version_with_other_tensors_is_refused_before_anything_is_touched(shared_engine):
+    version = shared_engine.put(llama(8))
+    torch.manual_seed(9)
+    settings = llama(8).config.to_dict() | {"num_hidden_layers": 3}
+    shared_engine.put(LlamaForCausalLM(LlamaConfig(**settings)))
+    assert "layers.2" in shared_engine.refusals[-1]
+    assert shared_engine.real.version == version
+    assert shared_engine.sample(*requests(1))
