@@ -17,11 +17,13 @@ from rich.markup import escape
 from mesh import config as settings
 from mesh import exits, launch, logs, view
 from mesh.node import Node
+from mesh.peer import WARNING
 from mesh.plan import Plan
 from mesh.rundir import RunDir, fresh
 from transport.messages import Look, Status
 
 PR_SET_PDEATHSIG = 1
+MOST_TOLD = 1000
 
 
 class Child:
@@ -49,7 +51,7 @@ class Child:
     def first_error(self) -> str:
         """The first line that says what went wrong, for a peer that failed."""
         lines = self.out.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if "error:" in line or " E " in line]
+        errors = [line for line in lines if " E " in line] or [line for line in lines if "error:" in line]
         return (errors or lines[-1:] or ["no output"])[0].split(" E error: ")[-1].removeprefix("error: ")
 
 
@@ -76,6 +78,8 @@ def up(
         config = settings.load(config_path, overrides)
         if resume and run is None:
             raise ValueError("--resume needs --run: the directory of the run to continue")
+        if resume and run is not None and not run.exists():
+            raise ValueError(f"{run} does not exist: there is nothing to resume; leave --resume out to begin a run")
         for role, count, least in (
             ("trainers", trainers, config.mesh.min_trainers), ("rollouts", rollouts, config.mesh.min_rollouts)
         ):  # fmt: skip
@@ -126,6 +130,7 @@ class Local:
         self.plan = Plan(self.steps, kill_at, add_at)
         self.start_s = 10.0  # from a rollout's start to its joining, until the first has shown it
         self.joined: set[str] = set()
+        self.told: dict[str, None] = {}  # warnings that were printed
         self.seen = view.Seen(run=node.run.path.name, steps=self.steps)
         self.peer = node.peer()
         self.peer.on(Status, self._status)
@@ -237,6 +242,18 @@ class Local:
                 self.seen.gone[child.name] = how
                 if self.plain:
                     self.console.print(f"{child.name} ended: {how}", highlight=False, markup=False)
+        if self.plain:
+            self._tell_warnings()
+
+    def _tell_warnings(self) -> None:
+        """What peers warn of, once, whoever says it first."""
+        for _, status in self.seen.status.values():
+            for _, text in status.events:
+                if text.startswith(WARNING) and text not in self.told:
+                    self.told[text] = None
+                    self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        while len(self.told) > MOST_TOLD:
+            del self.told[next(iter(self.told))]
 
     def _sum_up(self) -> int:
         run = self.node.run

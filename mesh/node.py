@@ -8,15 +8,20 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import psutil
+
 from mesh import config as settings
 from mesh import exits, launch, logs, rendezvous, secret
 from mesh.identity import Role
 from mesh.rundir import RunDir
+
+LEAST_JOIN_S = 5.0  # for somebody to answer, however long loading took
 
 
 class Stop:
@@ -118,7 +123,12 @@ class Node:
         self.stop.loading = False
         self.stop.check()
         peer.start()
-        peer.join(self.config.mesh.join_timeout_s, self.stop.check)
+        most = self.config.mesh.join_timeout_s
+        peer.join(max(min(LEAST_JOIN_S, most), most - self._age_s()), self.stop.check)
+
+    def _age_s(self) -> float:
+        """Seconds since this process started: a person waits for an answer from then on."""
+        return max(0.0, time.time() - psutil.Process().create_time())
 
 
 def run_node(

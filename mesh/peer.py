@@ -55,6 +55,7 @@ from transport.store_host import StoreHost
 
 T = TypeVar("T")
 
+WARNING = "! "  # before an event that a person should look into
 COUNT_S = 0.25  # between two looks at whether enough peers are here
 BUSY_AGAIN_S = 60.0  # between two announcements of work that lasts longer than one may announce
 
@@ -309,7 +310,7 @@ class Peer:
         self._run_effects(self.convening[kind].convene(members, clock()))
 
     def note(self, text: str, level: str = "info") -> None:
-        self.events.append((time.time(), text))
+        self.events.append((time.time(), text if level == "info" else WARNING + text))
         self.log.log(getattr(logging, level.upper()), text)
 
     def update_card(self, **changes: Any) -> None:

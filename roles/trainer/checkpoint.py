@@ -9,6 +9,7 @@ numbers.
 No pickle: what is loaded here can run no code.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,11 +28,13 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from mesh.rundir import write_whole
 from mesh.version import Lineage, Version
 from roles.trainer.policy import Policy, clean_name, unwrapped
 
 MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer.safetensors"
 SCRATCH = ".saving-"
+SAVED = "saved"  # beside the checkpoints' directory: the name of the last one, to notice when that directory is gone
 STALE_S = 3600.0  # a temporary directory this old has no writer any more
 
 
@@ -84,6 +87,8 @@ def save(root: Path | str, policy: Policy, state: State, *, keep: int = 2) -> Pa
         (directory / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
 
     _write(target, fill)
+    with contextlib.suppress(OSError):  # a help for a person, nothing that resuming needs
+        write_whole(root.parent / SAVED, f"{target.name}\n")
     if keep:
         _prune(root, keep, target)
     return target
@@ -110,6 +115,14 @@ def newest(root: Path | str) -> Found:
             continue
         return Found(path, state, skipped)
     return Found(None, None, skipped)
+
+
+def missed(root: Path | str) -> str:
+    """The checkpoint that was written last, when there is none at all to resume from; empty when none ever was."""
+    try:
+        return (Path(root).parent / SAVED).read_text().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def read_state(path: Path) -> State:
@@ -290,11 +303,9 @@ def _write(target: Path, fill) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as e:
         reason = getattr(e, "strerror", None) or str(e)
-        raise OSError(
-            getattr(e, "errno", None) or 0,
-            f"{target} was not written ({reason}); earlier ones are untouched: free space or make the run directory "
-            "writable",
-        ) from e
+        text = f"{target} was not written ({reason}); earlier ones are untouched: free space or make the run directory "
+        number = getattr(e, "errno", None)
+        raise (OSError(number, f"{text}writable") if number else OSError(f"{text}writable")) from e
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target

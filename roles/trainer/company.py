@@ -88,7 +88,7 @@ class Company:
         self._admission.live(self._live)
         gone = [m for m in self.members if m not in self._live]
         if gone and self.state in ("building", "in"):
-            return self._end(f"gone: {self._names(gone)}", now)
+            return self._end(f"{self._names(gone)} gone", now)
         if self.state == "over":
             self._convene_at = min(self._convene_at, self._turn(now))
         newcomer = self._admission.newcomer
@@ -104,7 +104,7 @@ class Company:
             others = [m for m in members if m != self.me]
             mine = StepSeek(ballot) if self.state == "out" else self._here()
             return [
-                Note(f"no part in {ballot}: {why}"),
+                Note(f"no part in {ballot}: {why}", "debug"),
                 *(Send(m, e) for m in others for e in (StepOver(ballot, why), mine)),
             ]
         effects = self._part(now)
@@ -143,7 +143,7 @@ class Company:
             case _ if message.ballot < self._stood:
                 return [Send(sender, self._here())]
             case StepOver():
-                return self._end(f"{self._name(sender)}: {message.reason}", now) if self._in(message.ballot) else []
+                return self._end(_said(self._name(sender), message.reason), now) if self._in(message.ballot) else []
             case _ if self.state != "in" or message.ballot != self.ballot:
                 return []
             case StepHold():
@@ -394,3 +394,8 @@ class Company:
 
     def _names(self, peers: Sequence[PeerId]) -> str:
         return ", ".join(map(self._name, peers))
+
+
+def _said(name: str, reason: str) -> str:
+    """``reason`` as another trainer gave it; not as it heard it from a third."""
+    return f"{reason.partition(' (says ')[0]} (says {name})"

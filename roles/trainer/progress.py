@@ -117,10 +117,10 @@ class Progress:
         if "reward" in self.figures:
             self.history.append((self.step, self.figures["reward"]))
         self.peer.log.info(
-            "step %d/%d reward %.3f lag %.1f masked %.0f%% loss %.4f waited %.0f%% of %.2f s",
+            "step %d/%d reward %s lag %.1f masked %.0f%% loss %.4f waited %.0f%% of %.2f s",
             self.step,
             self.steps,
-            self.figures.get("reward", float("nan")),
+            f"{self.figures['reward']:.3f}" if "reward" in self.figures else "none",
             self.figures.get("lag_mean", 0.0),
             100 * self._masked_share(),
             self.figures["loss"],

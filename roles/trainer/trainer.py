@@ -53,6 +53,7 @@ from transport.messages import Place, Probe, StateTensors
 from transport.weights.manifest import Manifest
 from transport.weights.publisher import Publisher
 
+AGAIN_S = 5.0  # between two tries to save what is finished
 WAIT_S = 0.2  # between two looks at whether waiting still makes sense
 CLOSING_S = 10.0  # for the other trainers to close their accounts when the run is over
 DIFFER_S = 3.0  # for trainers that differ to tell each other in what
@@ -274,7 +275,7 @@ class Trainer:
 
     def finish(self) -> int:
         """The last version is published: evaluate it, save it, and tell everybody that the run is over."""
-        self.save()
+        self._save_at_last()
         self.progress.state = "evaluating"
         self._finish_evaluation()
         if self.config.task.heldout_prompts and (
@@ -601,6 +602,28 @@ class Trainer:
         path = checkpoint.save(self.node.run.checkpoints, self.policy, saved, keep=self.config.checkpoint.keep)
         self.peer.log.info("saved %s", path)
 
+    def _save_at_last(self) -> None:
+        """The last checkpoint, for which a full disk is waited for as long as for peers: all is trained by now."""
+        deadline = time.monotonic() + self.config.mesh.grace_s
+        while True:
+            try:
+                return self.save()
+            except OSError as e:
+                if time.monotonic() > deadline:
+                    raise GivenUp(
+                        f"{e.strerror or e} (waited mesh.grace_s = {self.config.mesh.grace_s:g} s for it)"
+                    ) from e
+                self.progress.state = "waiting for the disk"
+                self.peer.note(f"{e.strerror or e}; tried again every {AGAIN_S:g} s", "error")
+            again = time.monotonic() + AGAIN_S
+            while time.monotonic() < again:
+                self.wake.clear()
+                self.serve()
+                if not self.first:
+                    raise Overtaken
+                self._patience()
+                self.wake.wait(WAIT_S)
+
     def _state(self) -> checkpoint.State:
         data = self.peer.call(lambda: {"order": self.data.state_dict(), "delivery": self.intake.delivery.state_dict()})
         return checkpoint.State(
@@ -618,7 +641,7 @@ class Trainer:
         try:
             self.save()
         except OSError as e:
-            self.peer.note(f"{e}; training goes on, the last good checkpoint is kept", "error")
+            self.peer.note(f"{e.strerror or e}; training goes on, the last good checkpoint is kept", "error")
 
     def _resume(self, found: checkpoint.Found) -> None:
         found = checkpoint.restore_found(found, self.policy)
@@ -675,6 +698,16 @@ def main(node: Node) -> int:
         raise ValueError(refusal)
     for text in found.skipped:
         node.log.warning(text)
+    if (
+        node.resume
+        and found.state is None
+        and (last := checkpoint.missed(node.run.checkpoints))
+        and not node.run.others()
+    ):
+        raise ValueError(
+            f"{node.run.checkpoints} has nothing to resume from, though {last} was saved there (a disk that is not "
+            f"mounted?); to begin anew choose another --run, or remove {node.run.path / checkpoint.SAVED}"
+        )
     if node.resume and found.state is None:
         node.log.warning(f"nothing to resume in {node.run.checkpoints}: starting at step 0")
     node.run.write_config(config)

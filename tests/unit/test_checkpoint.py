@@ -328,3 +328,12 @@ def test_a_checkpoint_that_a_living_trainer_deletes_is_followed_by_its_newer_one
     shutil.rmtree(newest(tmp_path).path)
     with pytest.raises(ValueError, match=found.path.name):
         restore_found(found, late)
+
+
+def test_checkpoints_that_are_gone_are_missed(tmp_path):
+    root = tmp_path / "checkpoints"
+    assert checkpoint.missed(root) == ""
+    save(root, policy(), state(3))
+    shutil.rmtree(root)
+    assert newest(root).state is None
+    assert checkpoint.missed(root) == "3-1"
