@@ -222,7 +222,13 @@ class Receiver:
             text = f"manifest from {peer_name(self._port, self._schedule.publisher)} is refused: {e}"
             self._port.post(lambda: self._unlearned(text))
             return
-        shadows = [self._new_buffer(manifest.nbytes) for _ in range(SHADOWS)]
+        try:
+            shadows = [self._new_buffer(manifest.nbytes) for _ in range(SHADOWS)]
+        except (MemoryError, RuntimeError, OSError) as e:
+            why = str(e).splitlines()[0] if str(e) else type(e).__name__
+            text = f"there is no room for {SHADOWS} versions of {manifest.nbytes} bytes each: {why}"
+            self._port.post(lambda: self._unlearned(text))
+            return
         self._port.post(lambda: self._learned(manifest, shadows))
 
     # ------------------------------------------------------------------------------------------------------------------
