@@ -199,10 +199,15 @@ class Cluster:
 
     def close(self) -> None:
         """Nothing is left running. Jobs end first: a step whose controller is gone waits for it for ever."""
-        if "slurmctld" in self.daemons:
-            self._run("scancel", "--signal=KILL", "--full", "--user", getpass.getuser())
-            self._run("scancel", "--user", getpass.getuser())
-            soon(lambda: not self._run("squeue", "--noheader").stdout, lambda: "no job is left")
+        try:
+            if "slurmctld" in self.daemons:
+                self._run("scancel", "--signal=KILL", "--full", "--user", getpass.getuser())
+                self._run("scancel", "--user", getpass.getuser())
+                soon(lambda: not self._run("squeue", "--noheader").stdout, lambda: "no job is left")
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         for daemon in self.daemons.values():
             daemon.send_signal(signal.SIGTERM)
         for process in self._processes():

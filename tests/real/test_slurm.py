@@ -1,6 +1,7 @@
 """The scripts of ``slurm/`` on a real SLURM of four nodes on this machine, submitted as a user does."""
 
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,16 @@ LONG = ("--set", "trainer.groups_per_step=128")  # four times as many: time for 
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), 4, str(Path(sys.executable).parent))
-    (cluster.work / "configs").symlink_to(ROOT / "configs")
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.close()
+def cluster():
+    with tempfile.TemporaryDirectory(prefix="slurm-") as directory:  # pytest's own may be cleared away by another run
+        Path(directory).chmod(0o755)
+        cluster = Cluster(Path(directory), 4, str(Path(sys.executable).parent))
+        (cluster.work / "configs").symlink_to(ROOT / "configs")
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.close()
 
 
 def submit(cluster, script, steps, *arguments):
