@@ -47,9 +47,10 @@ class Found:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one round, short windows: does it work at all?")
+    parser.add_argument("--rounds", type=int, default=5, help="of all deaths, about five minutes each")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the values go (JSON)")
     arguments = parser.parse_args()
-    rounds, window_s = (1, 5.0) if arguments.quick else (5, 20.0)
+    rounds, window_s = (1, 5.0) if arguments.quick else (arguments.rounds, 20.0)
     where, began = environment(), time.time()
     directory = Path(tempfile.mkdtemp(prefix="mesh-recovery-"))
     job = Job(directory / "run", CONFIG, TRAINERS, ROLLOUTS, ENDLESS)
@@ -61,7 +62,7 @@ def main() -> None:
     finally:
         job.close()
     shutil.rmtree(directory)
-    what = "benchmarks/recovery.py" + (" --quick" if arguments.quick else "")
+    what = "benchmarks/recovery.py" + (" --quick" if arguments.quick else f" --rounds {rounds}")
     tell(what, results(found, window_s), where, began, arguments.out)
 
 
