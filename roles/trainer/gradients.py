@@ -133,6 +133,7 @@ class Gradients:
         self._names: dict[PeerId, str] = {}
         self._go: Go | None = None
         self._contribution: Contribution | None = None
+        self._waiting: Reduce | None = None  # for the copy of a gradient that was computed alone
         self._reductions: dict[tuple[Ballot, int], Reduction] = {}
         self._giving: Giving | None = None
         self._taking: Taking | None = None
@@ -187,6 +188,9 @@ class Gradients:
             brought = contribution.brought if contribution is not None else None
             groups, tokens = (len(brought.row.groups), brought.tokens) if brought is not None else (0, 0)
             self._run(self._company.ready(step, groups, tokens, time.monotonic()))
+            if self._waiting is not None and (contribution is None or contribution.gradient is not None):
+                reduce, self._waiting = self._waiting, None
+                self._reduce(reduce)
 
         self.peer.post(run)
 
@@ -307,7 +311,7 @@ class Gradients:
                     assert self._go.ballot == ballot
                     self._mover.form(self._go)
                 case Abandon(ballot):
-                    self._giving = None
+                    self._giving = self._waiting = None
                     self._mover.disband(ballot)
                 case Reduce():
                     self._reduce(effect)
@@ -353,7 +357,8 @@ class Gradients:
         if mine is None or mine.step != reduce.step or self.peer.id not in reduce.contributors:
             mine = None
         if mine is not None and mine.gradient is None and len(self._company.members) > 1:
-            mine = None  # it was computed alone: it comes again, copied
+            self._waiting = reduce  # it was computed alone: ``ready`` is called again, with a copy
+            return
         if len(self._company.members) == 1:
             brought = {self.peer.id: mine.brought} if mine is not None else {}
             self._reductions[reduce.ballot, reduce.step] = Reduction(None, brought)

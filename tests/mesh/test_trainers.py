@@ -36,7 +36,9 @@ def nothing_is_trained_twice(mesh, lineage: Lineage, trained: int):
 
 
 def steps_of(mesh, name):
-    return [row["step"] for row in mesh.rows(name)]
+    rows = mesh.rows(name)
+    assert all(row["groups"] > 0 for row in rows), "a step was made of nothing"
+    return [row["step"] for row in rows]
 
 
 def makes_steps(mesh, name, more):
