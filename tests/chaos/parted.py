@@ -150,13 +150,19 @@ def more_groups_won(books: list[Book], logs: Path) -> Check:
         return Check("the lineage with more groups wins", ["no lineage was given up"])
     loser = max(lost, key=lambda lineage: lineage[-1][0])
     fork = next(i for i, term in enumerate(loser) if term not in won)
-    until = next((first for (term, first) in won if term > loser[-1][0]), None)
+    until = _taken_in_at(next(book for book in books if loser in book.lineages), loser, won)
     groups = [_groups(books, loser[fork:], None), _groups(books, won[fork:], until)]
     complaints = [f"the winner had trained {groups[1]}, the loser {groups[0]}"] * (groups[1] < groups[0])
     complaints += ["nobody has said that it was left behind"] * (not said)
     return Check(
         "the lineage with more groups wins", complaints, f"{groups[1]} against {groups[0]} groups since the cut"
     )
+
+
+def _taken_in_at(book: Book, loser: Lineage, won: Lineage) -> int | None:
+    """The version with which the loser went on as one of the others."""
+    later = book.lineages[book.lineages.index(loser) + 1 :]
+    return next((lineage[-1][1] for lineage in later if _leads_to(lineage, won)), None)
 
 
 def _leads_to(lineage: Lineage, later: Lineage) -> bool:
