@@ -179,6 +179,8 @@ class Mesh:
         """One peer, by hand. ``fault``: a function of ``faults.py`` that spoils it before it starts."""
         what = ["-m", "mesh.node"] if not fault else [str(HERE / "faults.py"), fault]
         name = name or role
+        if role == "trainer" and "--trainers" not in arguments:
+            arguments = (*arguments, "--trainers", "1")  # it need not look for others
         command = [sys.executable, *what, "--role", role, "--config", str(self.config), "--name", name]
         return self.spawn(name, [*command, "--run", str(run or self.run), *arguments, *_sets(set)], env)
 
