@@ -92,6 +92,7 @@ class Trainer:
         self._refusal = refusal  # why this trainer may join a run, but not begin it
         self._members: tuple[PeerId, ...] = ()  # of the formation
         self._gathered = False  # as many peers were here as a start needs
+        self._evaluated = False  # the weights this trainer began with, or that is not its to do
         self._fresh = True  # no term was opened yet
         self._undealt = False  # the formation has grown, and prompts are still to be dealt to all its members
         self._idle_at = -1  # the step from which this trainer was taken in: it brings nothing to the first one it makes
@@ -178,7 +179,9 @@ class Trainer:
 
     def work(self) -> None:
         """Have a gradient ready for the next step, once its groups are here."""
-        self._gathered = self._gathered or self.peer.short is None
+        if not self._gathered and self.peer.short is None:
+            self._gathered = True
+            self._order()
         if self.told > self.step or not self._gathered:
             return
         if self.intake.share == 0:
@@ -214,6 +217,9 @@ class Trainer:
     def apply(self, event: Apply) -> None:
         """Take the optimizer step that all trainers of the formation take, and do what follows from it."""
         reduction = self.gradients.reduction(event)
+        if not self._gathered:  # the others do not wait
+            self._gathered = True
+            self._order()
         learned, self.learned = self.learned, None
         if learned is not None and self.peer.id not in reduction.brought:
             self.intake.put_back(learned.batch)
@@ -316,6 +322,17 @@ class Trainer:
             self._unpublished = None
             self.publisher.retire()
         self.publish()
+        self._unproved_since = time.monotonic()
+        self._gathered = self._gathered or self.peer.short is None
+        if self._gathered:
+            self._order(grown)
+        if self._fresh:
+            self._stepped_at = time.perf_counter()
+            self.progress.split.clear()
+        self._fresh = False
+
+    def _order(self, grown: bool = False) -> None:
+        """Have groups made for the steps to come."""
         self._undealt = grown and self.learned is not None
         if (
             self._undealt
@@ -327,12 +344,9 @@ class Trainer:
         if self.step == self._idle_at:
             self.told = self.step + 1
             self.gradients.ready(self.told, None)
-        if self.first and self._fresh:
+        if self.first and not self._evaluated:
             self.evaluate()
-        if self._fresh:
-            self._stepped_at = time.perf_counter()
-            self.progress.split.clear()
-        self._fresh = False
+        self._evaluated = True
 
     def _deal(self) -> None:
         """Each trainer of the formation has its own prompts, and its share of a step."""
@@ -371,6 +385,7 @@ class Trainer:
         self.learned, self.told = None, 0
         self._refusal = ""
         self._fresh = False
+        self._evaluated = True
         self._idle_at = self.step
         self._stepped_at = time.perf_counter()
         self.progress.split.clear()
