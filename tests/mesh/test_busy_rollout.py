@@ -84,13 +84,10 @@ def test_a_rollout_that_worked_in_silence_is_evicted_and_comes_back_by_itself(me
 
 
 def test_a_silent_rollout_keeps_its_credits_while_nobody_else_takes_their_prompts(mesh):
-    trainer, busy, before = holds(mesh, "silent")
+    trainer, busy, _ = holds(mesh, "silent")
     me = mesh.peer_id("busy")
     trainer.says("busy died: did not answer ")
-    entries = mesh.entries()
-    delivered = {e.id for e in entries if isinstance(e, Delivered)}
-    in_hand = {e.id for e in entries[:before] if isinstance(e, Issued) and e.to == me} & set(mesh.accounts().open)
-    in_hand -= delivered
+    in_hand = {id for id, credit in mesh.accounts().open.items() if credit.issued.to == me and credit.tokens is None}
     assert in_hand, "it has credits"
     mesh.let_go()
     ended = {}
@@ -101,8 +98,10 @@ def test_a_silent_rollout_keeps_its_credits_while_nobody_else_takes_their_prompt
                 ended.update(dict.fromkeys(e.ids, "trained" if isinstance(e, Trained) else f"{e.outcome}: {e.why}"))
         return in_hand <= ended.keys()
 
-    soon(look, "what it had is trained")
-    assert {ended[id] for id in in_hand} == {"trained"}
+    soon(look, "what it had has ended")
+    accounts = {ended[id] for id in in_hand}
+    assert "trained" in accounts
+    assert accounts <= {"trained", "superseded: age"}, "newer weights may have come while it was silent"
     assert trainer.said.count("busy joined") >= 1
     assert mesh.peer_id("busy") == me
     assert not [e for e in mesh.entries() if isinstance(e, Ended) and e.outcome == "lost"]
