@@ -55,8 +55,11 @@ class RolloutView:
         return id in self.held or id in self.kept
 
     def resumed(self, id: CreditId) -> None:
-        """A credit that it has, by its last Ask, from before it was taken for dead."""
+        """A credit that it has, by its last Ask, from before it was taken for dead. A group that it keeps was delivered
+        to nobody then: it is asked for at once."""
         self.out[id] = 0
+        if id in self.kept:
+            self.kept[id] = float("-inf")
 
     def ended(self, id: CreditId) -> None:
         """A credit that is no longer out."""
