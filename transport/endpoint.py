@@ -64,6 +64,7 @@ def address_of(host: str, port: int) -> str:
 
 REFUSES = "refuses this run's secret"
 
+
 class Endpoint:
     """Bound when constructed. ``host`` is the IP address to bind and advertise (a name is resolved once), ``port`` that
     of the control socket, 0 for any; bulk takes any.
