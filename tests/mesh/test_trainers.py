@@ -1,11 +1,13 @@
 """Several trainers of one policy: they die at every point of a step, come late, stop, and all of them die."""
 
 import signal
+import time
 
 import pytest
 from faults import POINTS
 from processes import soon
 
+from mesh.presets import PRESETS
 from mesh.version import Lineage
 from roles.trainer import checkpoint, ledger
 
@@ -145,8 +147,11 @@ def test_a_stopped_trainer_starts_again_as_a_new_one_and_is_taken_in(mesh):
     [publisher] = [t for t in trainers if "published here" in t.said]
     [other] = [t for t in trainers if t is not publisher]
     publisher.send(signal.SIGSTOP)
+    stopped = time.monotonic()
     other.says(f"{publisher.name} died")
     makes_steps(mesh, other.name, 3)
+    longer = 2 * PRESETS["local"].detection_s()  # one that slept for less refutes its death, and is taken in as it is
+    soon(lambda: time.monotonic() - stopped > longer, "it slept for long enough to know")
     publisher.send(signal.SIGCONT)
     publisher.says("starting again as a new peer")
     publisher.says("taken in at step")
