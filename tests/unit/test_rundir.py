@@ -1,4 +1,4 @@
-"""The run directory: claimed by one trainer, made anew for each run, written whole."""
+"""The run directory: shared by its trainers, made anew for each run, written whole."""
 
 import os
 import subprocess
@@ -9,13 +9,24 @@ import pytest
 from mesh.rundir import RunDir, fresh, write_whole
 
 
-def test_a_run_has_one_trainer_and_the_second_is_told_who(tmp_path):
+def test_trainers_share_a_run_and_who_wants_it_alone_is_told_who_has_it(tmp_path):
     run = RunDir.make(tmp_path / "run")
-    claim = run.claim("trainer-1@here")
-    with pytest.raises(ValueError, match=f"has a trainer already: trainer-1@here, process {os.getpid()}"):
-        run.claim("trainer-2@here")
-    os.close(claim)
-    os.close(run.claim("trainer-2@here"))
+    assert not run.others()
+    claims = [run.claim("trainer-1@here"), run.claim("trainer-2@here")]
+    assert run.others()
+    with pytest.raises(ValueError, match=f"a run that goes on: trainer-2@here, process {os.getpid()} trains there"):
+        run.claim("mesh up", alone=True)
+    for claim in claims:
+        os.close(claim)
+    os.close(run.claim("mesh up", alone=True))
+
+
+def test_the_highest_term_stays_whoever_writes_a_lower_one_later(tmp_path):
+    run = RunDir.make(tmp_path / "run")
+    assert run.highest_term() == 0
+    for counter in (3, 7, 5):
+        run.opened_term(counter)
+    assert run.highest_term() == 7
 
 
 def test_a_claim_ends_with_its_process(tmp_path):
