@@ -2,10 +2,14 @@
 
 import fcntl
 import os
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from mesh import config as settings
+
+TERM_LOCK_S = 2.0  # a healthy holder has it for the time of one small write
 
 
 @dataclass(frozen=True)
@@ -120,11 +124,22 @@ class RunDir:
         trainers do so at once."""
         descriptor = os.open(self.path / "term.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock(descriptor, TERM_LOCK_S)
             if counter > self.highest_term():
                 write_whole(self.term, f"{counter}\n")
         finally:
             os.close(descriptor)
+
+
+def _lock(descriptor: int, wait_s: float) -> None:
+    """Wait for a file's lock, but not for ever: whoever holds it may be stopped. Without it the higher counter is
+    written all the same, and checkpoints and cards keep it too."""
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
 
 
 def fresh(runs: Path, name: str) -> Path:
@@ -144,7 +159,7 @@ def fresh(runs: Path, name: str) -> Path:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, finds the old text or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     with open(temporary, "w") as f:
         f.write(text)
         f.flush()

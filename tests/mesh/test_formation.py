@@ -67,11 +67,13 @@ def store_port() -> Iterator[int]:
     context, stop, port = zmq.Context(), threading.Event(), []
     thread = threading.Thread(target=keep_store, args=(context, stop, StoreHost(), port))
     thread.start()
+    deadline = time.monotonic() + LONG_S
     while not port:
+        assert time.monotonic() < deadline, "the store has no port"
         time.sleep(0.001)
     yield port[0]
     stop.set()
-    thread.join()
+    thread.join(LONG_S)
     context.term()
 
 

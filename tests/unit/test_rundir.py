@@ -1,5 +1,6 @@
 """The run directory: shared by its trainers, made anew for each run, written whole."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -27,6 +28,14 @@ def test_the_highest_term_stays_whoever_writes_a_lower_one_later(tmp_path):
     for counter in (3, 7, 5):
         run.opened_term(counter)
     assert run.highest_term() == 7
+
+
+def test_a_trainer_that_was_stopped_while_it_writes_its_term_holds_up_nobody(tmp_path):
+    run = RunDir.make(tmp_path / "run")
+    with open(run.path / "term.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        run.opened_term(4)
+    assert run.highest_term() == 4
 
 
 def test_a_claim_ends_with_its_process(tmp_path):
