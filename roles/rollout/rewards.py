@@ -183,7 +183,8 @@ class Worker:
         ours.setblocking(False)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
-            ready = await asyncio.wait_for(self._exchange(self._task, Ready), START_S)
+            async with asyncio.timeout(START_S):
+                ready = await self._exchange(self._task, Ready)
         except (TimeoutError, WorkerLost) as e:
             printed = self.printed()
             self.kill()

@@ -24,6 +24,7 @@ from roles.device import backend_of, device_of
 from roles.formations import group_builder
 from roles.metrics import MetricsWriter, process_figures
 from roles.models import files_digest
+from roles.rollout.changed import Changed
 from roles.rollout.engines import load_engine
 from roles.rollout.engines.base import Engine, EngineDead, Request, RequestFailed
 from roles.rollout.rewards import RewardPool
@@ -128,8 +129,8 @@ class Rollout:
     async def run(self) -> int:
         """Until the run is over, or too few peers are left to go on. Returns the exit code."""
         self._aio = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        self.node.stop.on_stop(lambda: self._hand_over(self._changed.set))
+        self._changed = Changed()
+        self.node.stop.on_stop(self.look_again)
         await self.rewards.start()
         prover = Prover(probe_floor(self.config))
         self.engine.start(_Source(self), prover)
@@ -166,18 +167,11 @@ class Rollout:
             if now >= next_figures:
                 next_figures = now + FIGURES_S
                 self.metrics.row(self._step(), self._figures())
-            await self._until_changed()
+            await self._changed.wait(WAIT_STEP_S)
 
-    async def _until_changed(self) -> None:
-        """Wait for a new version, or a little: who waits looks again at what it waits for."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), WAIT_STEP_S)
-        except TimeoutError:
-            return
-
-    def version_changed(self) -> None:
-        """From the engine's thread: whoever waits for a version looks again, all in one turn of the loop."""
-        self._hand_over(self._wake)
+    def look_again(self) -> None:
+        """Any thread: whoever waits, for a version or for the end, looks again, all in one turn of the loop."""
+        self._hand_over(self._changed.tell)
 
     def pause(self, why: str) -> None:
         """From the engine's thread: its weights failed their proof."""
@@ -194,10 +188,6 @@ class Rollout:
         """From the engine's thread: the card carries the highest term applied, so that a new trainer opens a higher."""
         if counter > self.peer.card.highest_term:
             self.peer.update_card(highest_term=counter)
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     def _start(self, starts: list[tuple[PeerId, Credit]]) -> None:
         for trainer, credit in starts:
@@ -281,7 +271,7 @@ class Rollout:
                 raise RequestFailed(PASSED)
             if admitted and version is not None:
                 return version
-            await self._until_changed()
+            await self._changed.wait(WAIT_STEP_S)
 
     async def _completion(self, prompt: Prompt, tokens: np.ndarray, credit: Credit, index: int) -> Transcript:
         """Completion ``index`` of the group: the task's rollout, which may take several turns."""
@@ -391,13 +381,13 @@ class _Source:
         self._rollout.proof = proof
         self._rollout.resume()
         self._rollout.saw_term(arrived.version.term.counter)
-        self._rollout.version_changed()
+        self._rollout.look_again()
 
     def refused(self, arrived: Arrived, reason: Proof | str) -> None:
         self._rollout.receiver.refused(arrived, reason)  # which tells user and publisher
         if isinstance(reason, Proof):  # it was loaded: nothing is sampled until a good version comes
             self._rollout.pause(reason.reason)
-        self._rollout.version_changed()
+        self._rollout.look_again()
 
 
 def probe_floor(config: Any) -> float:
