@@ -1,5 +1,6 @@
 """One peer in the foreground: what ``mesh-node`` and ``python -m mesh.node`` run."""
 
+import faulthandler
 import gc
 import logging
 import os
@@ -22,6 +23,7 @@ from mesh.identity import Role
 from mesh.rundir import RunDir
 
 LEAST_JOIN_S = 5.0  # for somebody to answer, however long loading took
+LEAVE_S = 20.0  # ten times what it takes a rollout, which has nothing to save
 
 
 class Stop:
@@ -165,6 +167,7 @@ def run_node(
         stop = Stop(scheduled=here.kind == "slurm")
         node = Node(own, config, directory, name, here, log, resume=resume, trainers=trainers or together, stop=stop)
         node.stop.install()
+        _show_stacks(log_file, node.stop, LEAVE_S if own == "rollout" else 0.0)
         gc.disable()  # until all is loaded (Node.join): a sixth of the time that loading takes
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -190,6 +193,15 @@ def run_node(
         log.debug("failed", exc_info=True)
         log.error("error: %s: %s%s", type(e).__name__, e, where)
         return exits.FAILURE
+
+
+def _show_stacks(log_file: Path, stop: Stop, leave_s: float) -> None:
+    """SIGUSR2 writes where every thread is to the peer's log. So does a peer that was told to stop and is still there
+    after ``leave_s`` (unless that is 0), which then ends, whatever it hangs in."""
+    stacks = open(log_file, "ab", buffering=0)  # noqa: SIM115  as long as the process lives
+    faulthandler.register(signal.SIGUSR2, file=stacks)
+    if leave_s:
+        stop.on_stop(lambda: faulthandler.dump_traceback_later(leave_s, exit=True, file=stacks))
 
 
 def end(code: int) -> NoReturn:
