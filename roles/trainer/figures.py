@@ -35,6 +35,34 @@ def step_figures(
     }
 
 
+def batch_sums(samples: Sequence[Sample], scores: Scores) -> dict[str, float]:
+    """What a trainer tells the others of its batch, for them to make the step's figures of; see ``summed_figures``."""
+    rewarded = [s.reward for s in samples if s.counts]
+    return {
+        "loss": scores.loss_sum,
+        "samples": float(len(samples)),
+        "unrewarded": float(len(samples) - len(rewarded)),
+        "reward": float(sum(rewarded)),
+        "lag_highest": float(max(s.lag for s in samples)),
+    }
+
+
+def summed_figures(brought: Sequence[Mapping[str, float]], tokens: int) -> dict[str, float]:
+    """The figures of a step of several trainers, from each one's ``batch_sums`` and the tokens of all."""
+    sums: collections.Counter[str] = collections.Counter()
+    for one in brought:
+        sums.update(one)
+    figures = {
+        "loss": sums["loss"] / max(1, tokens),
+        "samples": sums["samples"],
+        "unrewarded": sums["unrewarded"],
+        "lag_highest": max((one.get("lag_highest", 0.0) for one in brought), default=0.0),
+    }
+    if rewarded := sums["samples"] - sums["unrewarded"]:
+        figures["reward"] = sums["reward"] / rewarded
+    return figures
+
+
 def token_account(samples: Sequence[Sample], scores: Scores) -> dict[str, float]:
     """Sampled tokens of the batch by what became of them; the three parts add up to what was delivered."""
     tokens = np.array([s.sampled_tokens for s in samples], np.int64)

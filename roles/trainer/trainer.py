@@ -41,19 +41,22 @@ from roles.trainer.acts import Apply, Diverged, LeftBehind, Opened, Transfer
 from roles.trainer.batch import Sample, samples_of
 from roles.trainer.buffer import Trajectory
 from roles.trainer.dataset import Dataset
-from roles.trainer.figures import step_figures
+from roles.trainer.evaluating import Evaluating
+from roles.trainer.figures import batch_sums, step_figures, summed_figures
 from roles.trainer.gradients import Brought, Contribution, Gradients, Reduction
 from roles.trainer.handover import Loaded
 from roles.trainer.intake import Intake, open_ledger
 from roles.trainer.losses import DriftThreshold
 from roles.trainer.policy import Policy, Scores, load_policy
 from roles.trainer.progress import Progress
+from roles.trainer.starting import what_is_there
 from transport.accounts import Row
 from transport.messages import Place, Probe, StateTensors
 from transport.weights.manifest import Manifest
 from transport.weights.publisher import Publisher
 
 AGAIN_S = 5.0  # between two tries to save what is finished
+EVALUATION_LOOK_S = 0.02  # a run waits for its last evaluation
 WAIT_S = 0.2  # between two looks at whether waiting still makes sense
 CLOSING_S = 10.0  # for the other trainers to close their accounts when the run is over
 DIFFER_S = 3.0  # for trainers that differ to tell each other in what
@@ -98,8 +101,7 @@ class Trainer:
         self._idle_at = -1  # the step from which this trainer was taken in: it brings nothing to the first one it makes
         self._closed = False
         self._stepped_at = time.perf_counter()
-        self._unproved_since = self._evaluation_moved = time.monotonic()
-        self._evaluation_at: tuple[Version, int] | None = None
+        self._unproved_since = time.monotonic()
         self.threshold = DriftThreshold(self.config.trainer.negative_max_drift)
         wire = self.config.weights.wire_dtype
         self.wire_dtype = policy.dtype if wire == "auto" else DTYPES[wire]
@@ -127,6 +129,13 @@ class Trainer:
         self.intake.arrived = self.wake.set
         earlier = restored.state.axis if restored.state is not None else {}
         self.progress = Progress(node, peer, self.publisher, self.intake, earlier)
+        self.evaluating = Evaluating(
+            peer,
+            self.intake,
+            self.progress,
+            prompts=self.config.task.heldout_prompts,
+            limit_s=self.config.weights.prove_deadline_s,
+        )
         peer.on_departed(self._departed)
         if restored.state is not None:
             self._resume(restored)
@@ -240,13 +249,13 @@ class Trainer:
         if digest:  # for the record: what the trainers compare, of which a float holds 48 bits
             figures["state_digest"] = float(int(digest[:12], 16))
         if self.first and _due(self.step, self.config.evaluation.every_steps):
-            self.evaluate()
+            self.evaluating.begin(self.version)
         self.publish()
         elapsed = time.perf_counter() - self._stepped_at
         self.intake.committed(self.version, self.lineage, rows, waited=self.progress.waited(elapsed))
         if self._undealt:
             self._deal()
-        self._note_evaluation()
+        self.evaluating.note(self.version)
         elapsed = time.perf_counter() - self._stepped_at
         self.progress.stepped(figures, elapsed, self.data.progress())
         self._stepped_at = time.perf_counter()
@@ -273,21 +282,13 @@ class Trainer:
             if self.publisher.publish(self.version, self.policy.named_state(), self._unpublished):
                 self._unpublished = None
 
-    def evaluate(self) -> None:
-        """Have the held-out prompts answered by this version while training goes on. Rollouts hear of it before the
-        version reaches them, so that they do not pass it."""
-        if self.config.task.heldout_prompts and not self.intake.evaluating():
-            self.intake.evaluate(self.version)
-
     def finish(self) -> int:
         """The last version is published: evaluate it, save it, and tell everybody that the run is over."""
         self._save_at_last()
         self.progress.state = "evaluating"
         self._finish_evaluation()
-        if self.config.task.heldout_prompts and (
-            not self.progress.evaluations or self.progress.evaluations[-1]["eval_version"] != self.step
-        ):
-            self.intake.evaluate(self.version)
+        if not self.evaluating.done(self.step):
+            self.evaluating.begin(self.version)
             self._finish_evaluation()
         self.progress.state = "saving"
         checkpoint.save_model(self.node.run.model, self.policy)
@@ -345,7 +346,7 @@ class Trainer:
             self.told = self.step + 1
             self.gradients.ready(self.told, None)
         if self.first and not self._evaluated:
-            self.evaluate()
+            self.evaluating.begin(self.version)
         self._evaluated = True
 
     def _deal(self) -> None:
@@ -475,8 +476,8 @@ class Trainer:
         if not self.first:
             return
         self._snapshot()
-        self._note_evaluation()
-        self._watch_evaluation()
+        self.evaluating.note(self.version)
+        self.evaluating.watch()
         now = time.monotonic()
         limit = self.config.weights.prove_deadline_s
         if self.learned is not None or not self.peer.live("rollout") or self._somebody_proved():
@@ -500,44 +501,25 @@ class Trainer:
     def _somebody_proved(self) -> bool:
         """Whether a rollout runs a version that this step admits, or the one that an evaluation holds it at."""
         oldest = Version(self.version.term, max(0, self.step - self.config.trainer.max_lag))
-        evaluation = self.intake.delivery.evaluation_state()
-        if evaluation is not None and not evaluation.complete:
-            oldest = min(oldest, evaluation.version)
+        if (held := self.evaluating.holds()) is not None:
+            oldest = min(oldest, held)
         return bool(self.publisher.proved_by(oldest))
 
+    def _meanwhile(self, most_s: float) -> None:
+        """While the last trainer waits for something of its own: it goes on to serve the others. Raises Overtaken when
+        it is not the first any more."""
+        self.wake.clear()
+        self.serve()
+        if not self.first:
+            raise Overtaken
+        self._patience()
+        self.wake.wait(most_s)
+
     def _finish_evaluation(self) -> None:
-        """Wait for the evaluation under way, as long as it makes progress. Raises Overtaken when this trainer is not
-        the first any more."""
-        while self.intake.evaluating():
-            self.wake.clear()
-            self.serve()
-            if not self.first:
-                raise Overtaken
-            self._patience()
-            self.wake.wait(0.02)
-        self._note_evaluation()
-
-    def _watch_evaluation(self) -> None:
-        """Give up an evaluation that made no progress for ``prove_deadline_s``: it holds the engines at its version."""
-        evaluation = self.intake.delivery.evaluation_state()
-        if evaluation is None or evaluation.complete:
-            return
-        now, at = time.monotonic(), (evaluation.version, evaluation.done)
-        if at != self._evaluation_at or not self.peer.live("rollout"):
-            self._evaluation_at, self._evaluation_moved = at, now
-        limit = self.config.weights.prove_deadline_s
-        if now - self._evaluation_moved > limit:
-            self.intake.abandon_evaluation()
-            self.peer.note(
-                f"the evaluation of {evaluation.version} has {evaluation.done} of {evaluation.total} results, none new "
-                f"for {limit:.0f} s (weights.prove_deadline_s): it is given up",
-                "warning",
-            )
-
-    def _note_evaluation(self) -> None:
-        figures = self.intake.evaluated(self.version)
-        if figures is not None:
-            self.progress.evaluated(figures)
+        """Wait for the evaluation under way, as long as it makes progress."""
+        while self.evaluating.running:
+            self._meanwhile(EVALUATION_LOOK_S)
+        self.evaluating.note(self.version)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Figures
@@ -551,25 +533,14 @@ class Trainer:
             account = failed if not sample.counts else masked if out else None
             if account is not None:
                 account[batch[sample.group].credit.id] += sample.sampled_tokens
-        rewarded = [s.reward for s in samples if s.counts]
-        figures = {
-            "loss": scores.loss_sum,
-            "samples": float(len(samples)),
-            "unrewarded": float(len(samples) - len(rewarded)),
-            "reward": float(sum(rewarded)),
-            "lag_highest": float(max(s.lag for s in samples)),
-            **self.progress.published(),
-        }
+        figures = batch_sums(samples, scores) | self.progress.published()
         return Brought(scores.tokens, self.intake.row(batch, masked, failed), figures)
 
     def _figures(self, learned: Learned | None, reduction: Reduction) -> dict[str, float]:
         """Of the step: sums over all trainers, and what this one's own batch shows."""
-        sums: collections.Counter[str] = collections.Counter()
         for peer, brought in reduction.brought.items():
-            sums.update(brought.figures)
             if peer != self.peer.id:
                 self.progress.others_published(peer, brought.figures)
-        lags = [b.figures.get("lag_highest", 0.0) for b in reduction.brought.values()]
         figures: dict[str, float] = {}
         if learned is not None:
             dropped = self.intake.take_superseded()
@@ -584,19 +555,13 @@ class Trainer:
                 "at/train_start": learned.began,
                 "at/train_stop": learned.ended,
             }
-        figures |= {
-            "loss": sums["loss"] / max(1, reduction.tokens),
-            "samples": sums["samples"],
-            "unrewarded": sums["unrewarded"],
-            "lag_highest": max(lags, default=0.0),
+        return figures | {
+            **summed_figures([b.figures for b in reduction.brought.values()], reduction.tokens),
             "groups": float(sum(len(b.row.groups) for b in reduction.brought.values())),
             "trainers": float(len(self._members)),
             "term": float(self.version.term.counter),
             "publishes": float(self.first),
         }
-        if rewarded := sums["samples"] - sums["unrewarded"]:
-            figures["reward"] = sums["reward"] / rewarded
-        return figures
 
     # ------------------------------------------------------------------------------------------------------------------
     # Saving and resuming
@@ -632,12 +597,7 @@ class Trainer:
                 self.peer.note(f"{e.strerror or e}; tried again every {AGAIN_S:g} s", "error")
             again = time.monotonic() + AGAIN_S
             while time.monotonic() < again:
-                self.wake.clear()
-                self.serve()
-                if not self.first:
-                    raise Overtaken
-                self._patience()
-                self.wake.wait(WAIT_S)
+                self._meanwhile(WAIT_S)
 
     def _state(self) -> checkpoint.State:
         data = self.peer.call(lambda: {"order": self.data.state_dict(), "delivery": self.intake.delivery.state_dict()})
@@ -694,43 +654,18 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _refusal(node: Node, found: checkpoint.Found) -> str:
-    """Why this directory's run must not be begun anew; empty when it is empty, or to be resumed."""
-    if node.resume or (found.state is None and not node.run.summary.exists()):
-        return ""
-    at = f"at step {found.state.version.number}" if found.state else "finished"
-    return f"{node.run.path} holds a run {at}: continue it with --resume, or choose another --run"
-
-
 def main(node: Node) -> int:
     """Load what is slow, then join, then train."""
     config = node.config
     torch.set_num_threads(config.trainer.threads or torch.get_num_threads())
     claim = node.run.claim(node.name)
-    found = checkpoint.newest(node.run.checkpoints)
-    refusal = _refusal(node, found)
-    if refusal and not node.run.others():
-        raise ValueError(refusal)
-    for text in found.skipped:
-        node.log.warning(text)
-    if (
-        node.resume
-        and found.state is None
-        and (last := checkpoint.missed(node.run.checkpoints))
-        and not node.run.others()
-    ):
-        raise ValueError(
-            f"{node.run.checkpoints} has nothing to resume from, though {last} was saved there (a disk that is not "
-            f"mounted?); to begin anew choose another --run, or remove {node.run.path / checkpoint.SAVED}"
-        )
-    if node.resume and found.state is None:
-        node.log.warning(f"nothing to resume in {node.run.checkpoints}: starting at step 0")
+    found, refusal = what_is_there(node)
     node.run.write_config(config)
     policy = load_policy(config, device_of(node.launch))
     task = load_task(config.task)
     data = Dataset(name=config.task.data, size=len(task.train), digest=task.digest, seed=config.run.seed)
     peer = node.peer(model=files_digest(config), data=task.digest)
-    trainer = Trainer(node, peer, policy, data, found if node.resume else checkpoint.Found(None, None), refusal)
+    trainer = Trainer(node, peer, policy, data, found, refusal)
     reason = parting(None)
     try:
         node.join(peer)
