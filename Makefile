@@ -37,6 +37,7 @@ sim: $(VENV)/.installed ## the protocols on a simulated network: SEEDS=10000 or 
 	$(BIN)/python -m tests.sim $(if $(SEED),$(SEED),--seeds $(SEEDS)) $(if $(SCENARIO),--scenario $(SCENARIO))
 
 sim-scale: $(VENV)/.installed ## what a member costs in meshes of 10, 100 and 1000, and how soon changes are known
+	MEMBERS=1000 $(BIN)/python -m pytest tests/sim/test_scale.py
 	$(BIN)/python -m tests.sim.scale 10 100 1000
 
 chaos: $(VENV)/.installed ## real peers killed, stopped and cut off, over 100 of them; SEED=7 repeats one storm
