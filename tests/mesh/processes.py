@@ -22,6 +22,7 @@ from mesh.node import Node
 from mesh.peer import Peer
 from mesh.rundir import RunDir
 from roles.metrics import read_rows
+from tests.zygote import Forked, zygote
 from transport.accounts import Accounts, AnyEntry
 from transport.messages import Look, Status
 
@@ -81,10 +82,14 @@ def soon(what: Callable[[], T], why: str, timeout_s: float = PATIENCE_S) -> T:
 
 
 class Process:
-    """One started command. What it says on stderr and stdout is in ``said``."""
+    """One started command. What it says on stderr and stdout is in ``said``. ``forked``: by the zygote."""
 
-    def __init__(self, name: str, command: list[str], out: Path, env: dict[str, str]):
+    def __init__(self, name: str, command: list[str], out: Path, env: dict[str, str], *, forked: bool):
         self.name, self._out = name, out
+        self._process: subprocess.Popen | Forked
+        if forked:
+            self._process = zygote().fork(command[1:], out, env)
+            return
         with open(out, "wb") as file:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, start_new_session=True
@@ -120,7 +125,7 @@ class Process:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.wait(PATIENCE_S)
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
@@ -160,6 +165,7 @@ class Mesh:
         self.config = directory / "recipe.toml"
         self.config.write_text(recipe.format(model=model))
         self.mark = secrets.token_hex(8)
+        self.forked = True  # peers by hand; else they are new interpreters, which takes seconds
         self.processes: list[Process] = []
         self.gate = directory / "gate"
         self.gate.mkdir()
@@ -197,9 +203,9 @@ class Mesh:
             "GATE": str(self.gate),
             MARK: self.mark,
         }
-        process = Process(
-            name, command, self.directory / f"{len(self.processes)}-{name.replace('/', '_')}.out", own | (env or {})
-        )
+        out = self.directory / f"{len(self.processes)}-{name.replace('/', '_')}.out"
+        forked = self.forked and command[0] == sys.executable
+        process = Process(name, command, out, own | (env or {}), forked=forked)
         self.processes.append(process)
         return process
 
@@ -303,19 +309,8 @@ class Mesh:
     @contextmanager
     def watched(self) -> Iterator[dict[str, Status]]:
         """The last status of each peer, by name, as an observer of the mesh sees it."""
-        seen: dict[str, Status] = {}
         with self.observer() as peer:
-
-            def look() -> None:
-                for card in peer.live():
-                    peer.send(card.id, Look(seq=1))
-
-            def told(sender: str, status: Status) -> None:
-                seen[peer.membership.card_of(sender).name] = status
-
-            peer.on(Status, told)
-            peer.every(0.05, look)
-            yield seen
+            yield statuses(peer)
 
     def peer_id(self, name: str) -> str:
         """The id of a peer that has its card in the run directory: it is there, or was killed."""
@@ -328,6 +323,22 @@ class Mesh:
             return ""
 
         return soon(look, f"{name} has a card")
+
+
+def statuses(observer: Peer) -> dict[str, Status]:
+    """The last status of each peer, by name, as this observer sees it from now on."""
+    seen: dict[str, Status] = {}
+
+    def look() -> None:
+        for card in observer.live():
+            observer.send(card.id, Look(seq=1))
+
+    def told(sender: str, status: Status) -> None:
+        seen[observer.membership.card_of(sender).name] = status
+
+    observer.on(Status, told)
+    observer.every(0.05, look)
+    return seen
 
 
 def _sets(values: dict[str, Any] | None) -> list[str]:

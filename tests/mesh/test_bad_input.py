@@ -13,6 +13,13 @@ from processes import Mesh
 from test_busy_peer import make_peer
 
 
+@pytest.fixture
+def mesh(mesh):
+    """Peers start as a user's do: nothing is imported before they need it."""
+    mesh.forked = False
+    return mesh
+
+
 def fails(mesh, process, *says):
     """It ends with 1 and says nothing but one line with these texts in it."""
     assert process.ends() == 1, process.said
@@ -187,6 +194,7 @@ def test_what_is_found_later(later, case):
 
 
 def test_two_hosts_with_other_models_at_the_same_path(mesh, model, other_model):
+    mesh.forked = True
     path = mesh.directory / "model"
     shutil.copytree(model, path)
     trainer = mesh.start("trainer", set={"model.path": path})
@@ -216,6 +224,7 @@ def test_a_name_with_a_slash_names_no_directory(mesh):
 
 
 def test_another_secret_in_the_same_run_directory(mesh):
+    mesh.forked = True
     first = mesh.start("trainer", env={"MESH_SECRET": "a" * 32})
     first.joins(mesh)
     second = mesh.start("rollout", env={"MESH_SECRET": "b" * 32})

@@ -90,5 +90,6 @@ def test_a_local_mesh_ends_whole_by_ctrl_c_and_by_kill(mesh):
     mesh.let_go()
     up = mesh.up("--rollouts", "1", "--resume")
     mesh.is_held(saved + 2)
+    assert len(mesh.running()) >= 4, "itself, a trainer, and a rollout with a reward worker"
     up.kill()
     mesh.leaves_nothing_running()

@@ -16,20 +16,21 @@ from functools import partial
 import psutil
 import pytest
 import zmq
-from processes import Mesh, Process, soon
+from processes import Mesh, Process, soon, statuses
 
 from mesh import secret
 from mesh.identity import PeerCard
+from mesh.peer import Peer
 from mesh.version import Ballot, Lineage, Version
 from transport import codec
-from transport.messages import Answer, Ask, Envelope, Hello, Look, NotMe, Ping, Sync
+from transport.messages import Answer, Ask, Envelope, Hello, Look, NotMe, Ping, Status, Sync
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the start of the mesh
 
 STEPS = 4  # that training goes on by while strangers are there
 CROWD = 300  # connections to each port
 MEMORY_MIB = 48  # of a peer, while strangers come and go: that of its own work included
-FILES = 8  # connections to observers that have just left
+FILES = 8  # connections to members that have just left
 OTHER_KEYS = secret.keys("the secret of another run" * 2)
 NOBODY = "0" * 16
 SETTINGS = {"run.steps": 100_000}  # more than there is time for
@@ -37,11 +38,13 @@ SETTINGS = {"run.steps": 100_000}  # more than there is time for
 
 @dataclass
 class Training:
-    """A trainer and a rollout at work, for as long as the tests of this file take."""
+    """A trainer and a rollout at work, for as long as the tests of this file take, and one who watches them."""
 
     mesh: Mesh
     trainer: Process
     rollout: Process
+    watcher: Peer
+    seen: dict[str, Status]
 
     @property
     def peers(self) -> list[Process]:
@@ -53,10 +56,8 @@ class Training:
 
     def ports(self) -> list[int]:
         """Those of the endpoints, control and bulk."""
-        with self.mesh.observer() as peer:
-            soon(lambda: len(peer.live()) == 3, "both are there")
-            cards = peer.live("trainer") + peer.live("rollout")
-            return [int(a.rpartition(":")[2]) for card in cards for a in (card.address, card.bulk_address)]
+        cards = self.watcher.live("trainer") + self.watcher.live("rollout")
+        return [int(a.rpartition(":")[2]) for card in cards for a in (card.address, card.bulk_address)]
 
     def torch_ports(self) -> list[int]:
         ours = self.ports()
@@ -83,9 +84,10 @@ class Training:
             assert len(lines) < 20 + seconds, lines
 
     def members(self) -> set[str]:
-        with self.mesh.watched() as seen:
-            soon(lambda: {"trainer", "rollout"} <= seen.keys(), "both answer")
-            return set(seen)
+        """All who are in the mesh; that both peers answer is waited for."""
+        self.seen.clear()
+        soon(lambda: {"trainer", "rollout"} <= self.seen.keys(), "both answer")
+        return {card.name for card in self.watcher.live()} | set(self.seen)
 
     def joined(self) -> int:
         return sum(line.count(" joined") for peer in self.peers for line in peer.said.splitlines())
@@ -96,7 +98,10 @@ def training(tmp_path_factory, model):
     mesh = Mesh(tmp_path_factory.mktemp("strangers"), model)
     trainer, rollout = (mesh.start(role, set=SETTINGS) for role in ("trainer", "rollout"))
     mesh.reaches(2)
-    yield Training(mesh, trainer, rollout)
+    with mesh.observer() as watcher:
+        seen = statuses(watcher)
+        soon(lambda: {"trainer", "rollout"} <= seen.keys(), "both answer")
+        yield Training(mesh, trainer, rollout, watcher, seen)
     for process in (trainer, rollout):
         process.interrupt()
     assert [process.ends() for process in (trainer, rollout)] == [130, 130]
@@ -283,6 +288,7 @@ def test_recorded_bytes_of_a_member_do_nothing_when_they_are_sent_again(training
         guest.interrupt()
         assert guest.ends() == 130
         training.trainer.says("guest left")
+        soon(lambda: "guest" not in training.members(), "all know that it has left")
     assert wire.records
     assert len(max(wire.records, key=len)) > 500, "the handshake and a Hello at least"
     mesh.processes.remove(guest)

@@ -1,5 +1,5 @@
-"""What a member costs does not grow with the mesh: on the simulated clock, in counted bytes. 300 peers are more than two
-times the connections that one holds; ``make sim-scale`` has 1,000, and prints the figures."""
+"""What a member costs does not grow with the mesh: on the simulated clock, in counted bytes. 300 peers are more than
+twice the connections that one holds; ``make sim-scale`` has 1,000, and prints the figures."""
 
 import math
 import os
@@ -10,7 +10,6 @@ from mesh.membership import LAN
 from mesh.roster import RETRANSMIT
 from tests.sim.scale import Figures, measure
 from transport.endpoint import CONNECTIONS
-
 
 LARGE = int(os.environ.get("MEMBERS", "300"))
 
