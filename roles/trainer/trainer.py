@@ -568,8 +568,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """A checkpoint of this step, by the first of the trainers or the last that is left; before it, the ledger reaches
-        the disk."""
+        """A checkpoint of this step, by the first of the trainers or the last one left."""
         if not self.lineage.terms or (self.opened and not self.first and len(self._alive()) > 1):
             return
         if broken := [n for n, w in self.policy.named_state().items() if not torch.isfinite(w).all()]:
