@@ -22,7 +22,7 @@ from tests.chaos.storm import CONFIG, PATIENCE_S
 from tests.chaos.watcher import Seen
 
 SIDES = (("trainer", "rollout", "rollout"), ("trainer", "rollout"))
-STEPS = 200
+STEPS = 120
 FIRST, ALONE = 5, 6  # steps before the cut, and of each half during it
 SETTINGS = ("trainer.threads=1", "rollout.threads=1", "checkpoint.every_steps=0", "evaluation.every_steps=0",
             "task.heldout_prompts=0")  # fmt: skip

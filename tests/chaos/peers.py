@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.zygote import Forked, zygote
+
 MARK = "MESH_CHAOS_MARK"  # an environment variable by which everything that a run started is found
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -22,7 +24,7 @@ _libc = ctypes.CDLL(None)
 class Life:
     """One process of a peer, from its start to its end."""
 
-    process: subprocess.Popen
+    process: subprocess.Popen | Forked
     out: Path
     began: float = field(default_factory=time.time)
     stopped: bool = False
@@ -52,13 +54,14 @@ class Peer:
 
 
 class Peers:
-    """Starts peers of the run directory ``run`` with the settings file ``config``; ``close`` leaves nothing behind."""
+    """Starts peers of the run directory ``run`` with the settings file ``config``; ``close`` leaves nothing behind.
+    ``forked``: by the zygote, which takes no time."""
 
-    def __init__(self, run: Path, config: Path, settings: list[str], trainers: int):
-        self.run, self.config, self.trainers = run, config, trainers
+    def __init__(self, run: Path, config: Path, settings: list[str], trainers: int, *, forked: bool = False):
+        self.run, self.config, self.trainers, self.forked = run, config, trainers, forked
         self.mark = secrets.token_hex(8)
         self.peers: dict[str, Peer] = {}
-        self.watchers: list[subprocess.Popen] = []
+        self.watchers: list[subprocess.Popen | Forked] = []
         self._settings = [part for setting in settings for part in ("--set", setting)]
         self._outs = run.parent / "out"
         self._outs.mkdir(parents=True, exist_ok=True)
@@ -78,15 +81,17 @@ class Peers:
         out = self._outs / f"{peer.name}-{len(peer.lives)}.out"
         peer.lives.append(Life(self._spawn(command, out), out))
 
-    def watch(self, rendezvous: str, seen: Path, prefix: list[str] | None = None) -> subprocess.Popen:
+    def watch(self, rendezvous: str, seen: Path, prefix: list[str] | None = None) -> None:
         """A watcher, which writes what it sees to ``seen``."""
         command = [*(prefix or []), sys.executable, "-m", "tests.chaos.watcher", str(self.config), str(self.run)]
         self.watchers.append(self._spawn([*command, rendezvous, str(seen)], seen.with_suffix(".out")))
-        return self.watchers[-1]
 
-    def _spawn(self, command: list[str], out: Path) -> subprocess.Popen:
+    def _spawn(self, command: list[str], out: Path) -> subprocess.Popen | Forked:
         env = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
         env |= {MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        if self.forked:
+            assert command[0] == sys.executable, "what another command starts cannot be forked"
+            return zygote().fork(command[1:], out, env)
         with open(out, "wb") as file:
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, start_new_session=True,

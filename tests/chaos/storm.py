@@ -32,7 +32,7 @@ LEAVE_S = 10.0
 END_S = 60.0  # from the last step until every process has gone: the last evaluation, a checkpoint, the curve
 CALM = 0.7  # share of the steps after which nothing is struck any more
 MOST_COMPLAINTS = 6  # after which the rest of a storm shows nothing new
-FILES_MORE = 24  # descriptors that a process may have more than at the start: a formation, a connection or two
+FILES_MORE = 24  # descriptors that a process may have more than any of its role had at the start: who publishes changes
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Size:
     rollouts: int = 3
     steps: int = 240
     settings: tuple[str, ...] = ()
+    forked: bool = False
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Storm:
         self.ports = free_ports(2)
         self.rendezvous = "tcp://" + ",".join(f"127.0.0.1:{port}" for port in self.ports)
         settings = [f"run.steps={size.steps}", "checkpoint.every_steps=10", "trainer.threads=1", "rollout.threads=1"]
-        self.peers = Peers(self.records.path, CONFIG, [*settings, *size.settings], size.trainers)
+        self.peers = Peers(self.records.path, CONFIG, [*settings, *size.settings], size.trainers, forked=size.forked)
         self._seen = self.directory / "watcher.json"
         self._dead: set[str] = set()  # ids of lives that were ended
         self._back: list[tuple[float, Peer]] = []  # when to start it again, or to continue it
@@ -280,8 +281,10 @@ class Storm:
         now = self._open_files()
         self.event("descriptors " + ", ".join(f"{name} {self._files.get(name)} -> {n}" for name, n in now.items()))
         for name, n in now.items():
-            if n > self._files.get(name, n) + FILES_MORE:
-                self._complain(f"{name} has {n} descriptors open, {self._files[name]} when all began to work")
+            role = name.partition("-")[0]
+            most = max((files for other, files in self._files.items() if other.partition("-")[0] == role), default=n)
+            if n > most + FILES_MORE:
+                self._complain(f"{name} has {n} descriptors open; no {role} had over {most} when all began to work")
 
     def event(self, text: str) -> None:
         self.say(f"{time.time() - self.began:7.1f} s  step {self.step():>3}  {text}")
