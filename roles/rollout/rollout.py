@@ -58,6 +58,7 @@ class Rollout:
         self.over = ""
         self.proof: Proof | None = None
         self.unproven = ""
+        self.sampled_again = 0  # completions that the engine had lost
         self.started = time.monotonic()
         self.rate = 0.0
         self._measured = (time.monotonic(), 0)
@@ -274,19 +275,27 @@ class Rollout:
             await self._changed.wait(WAIT_STEP_S)
 
     async def _completion(self, prompt: Prompt, tokens: np.ndarray, credit: Credit, index: int) -> Transcript:
-        """Completion ``index`` of the group: the task's rollout, which may take several turns."""
+        """Completion ``index`` of the group: the task's rollout, which may take several turns. One that the engine has
+        lost is begun once more, while the others of its group go on."""
         settings = self.config.rollout
-        sampler = Sampler(
-            self.engine,
-            self.tokenizer,
-            seed=credit.seed,
-            index=index,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=self.config.evaluation.temperature if credit.evaluation else settings.temperature,
-            pinned=credit.min_version if credit.evaluation else None,
-            encoded=(prompt.content, tokens),
-        )
-        return await self.task.rollout(prompt, sampler)
+        for tries_left in (1, 0):
+            sampler = Sampler(
+                self.engine,
+                self.tokenizer,
+                seed=credit.seed,
+                index=index,
+                max_new_tokens=settings.max_new_tokens,
+                temperature=self.config.evaluation.temperature if credit.evaluation else settings.temperature,
+                pinned=credit.min_version if credit.evaluation else None,
+                encoded=(prompt.content, tokens),
+            )
+            try:
+                return await self.task.rollout(prompt, sampler)
+            except RequestFailed:
+                if credit.evaluation or not tries_left:
+                    raise
+                self.sampled_again += 1
+        raise AssertionError("the last try returns or raises")
 
     async def _scored(self, prompt: Prompt, transcripts: list[Transcript]) -> tuple[list[Completion], dict[str, int]]:
         scored = await self.rewards.score(prompt, [t.text() for t in transcripts])
@@ -313,6 +322,7 @@ class Rollout:
             **{f"engine/{k}": v for k, v in self.engine.figures.as_dict().items()},
             **{f"groups/{k}": float(v) for k, v in self.delivery.counts.items()},
             "groups/failed_in_a_row": float(self.setbacks.in_a_row),
+            "completions_sampled_again": float(self.sampled_again),
             **{f"rewards/{k}": float(v) for k, v in self.rewards.counts.items()},
             **{f"weights/{k}": float(v) for k, v in vars(self.receiver.stats()).items()},
             **(

@@ -202,6 +202,22 @@ def dies():
             killed_in(Intake, "committed")
 
 
+def loses_completions():
+    """Engine: every fifth completion fails when it is first asked for."""
+    from roles.rollout.engines.base import RequestFailed, answer
+    from roles.rollout.engines.transformers import TransformersEngine
+
+    submit, lost = TransformersEngine.submit, set()
+
+    def losing(self, pending):
+        bad = [p for p in pending if p.request.seed % 5 == 0 and p.request.seed not in lost]
+        lost.update(p.request.seed for p in bad)
+        answer([(p, RequestFailed("lost")) for p in bad])
+        submit(self, [p for p in pending if p not in bad])
+
+    TransformersEngine.submit = losing
+
+
 def pauses():
     """Trainer: while the file ``paused`` is beside the gate, its own thread does nothing; its loop answers as ever."""
     from roles.trainer.trainer import Trainer

@@ -3,6 +3,7 @@ between two of its tokens; and what it must not take over it does not."""
 
 import asyncio
 import dataclasses
+import os
 import time
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mesh.config import convert
 from mesh.version import Ballot, Version
 from roles.rollout.engines import vllm
-from roles.rollout.engines.base import Request, RequestFailed
+from roles.rollout.engines.base import EngineDead, Request, RequestFailed
 from transport.messages import Probe
 from transport.weights.buffers import copy_in, tensor_digests
 from transport.weights.manifest import Manifest
@@ -59,9 +60,12 @@ class Engine:
     """A vLLM engine and the versions put into it; ``put`` waits until one is taken or refused."""
 
     def __init__(self, directory, **settings):
+        self.fault = directory.parent / "fault"
+        os.environ["VLLM_FAULT"] = str(self.fault)
         llama(0).save_pretrained(directory)
         config = convert({"model": {"path": str(directory)}, "rollout": {"threads": 1, "max_batch": 32, **settings}})
         args = vllm.engine_args(config, str(directory), "float32", cuda=False)
+        args["worker_extension_cls"] = "vllm_faults.Faulty"
         self.real = vllm.VllmEngine(args, eos=[1], on_update=config.rollout.on_update, threads=1)
         self.number, self.next = 0, None
         self.taken: list[Version] = []
@@ -96,17 +100,22 @@ class Engine:
         self.real.wake()
         return version
 
-    def put(self, model) -> Version:
+    def put(self, model, fault: str = "") -> Version:
+        if fault:
+            self.fault.write_text(fault)
         before = len(self.taken) + len(self.refusals)
         version = self.offer(model)
         soon(lambda: len(self.taken) + len(self.refusals) > before, "the version is taken or refused")
+        self.fault.unlink(missing_ok=True)
         return version
 
     def sample(self, *requests):
         return asyncio.run(asyncio.wait_for(self.real.generate(requests), PATIENCE_S))
 
     def processes(self):
-        return psutil.Process().children(recursive=True)
+        """vLLM's own. Python's resource tracker lives as long as this process."""
+        children = psutil.Process().children(recursive=True)
+        return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
 def soon(what, why):
@@ -128,7 +137,10 @@ def requests(count, new=24, temperature=1.0, seed=0, length=9):
 def shared_engine(tmp_path_factory):
     engine = Engine(tmp_path_factory.mktemp("vllm") / "model")
     yield engine
+    children = engine.processes()
     assert engine.real.close(30.0)
+    _, left = psutil.wait_procs(children, timeout=30.0)
+    assert not left
 
 
 def test_the_log_probabilities_are_those_of_the_distribution_that_was_sampled(shared_engine):
@@ -234,3 +246,110 @@ def test_a_version_with_other_tensors_is_refused_before_anything_is_touched(shar
     assert "layers.2" in shared_engine.refusals[-1]
     assert shared_engine.real.version == version
     assert shared_engine.sample(*requests(1))
+
+
+def test_a_stale_tied_head_is_refused_and_the_next_good_version_is_sampled(shared_engine):
+    engine = shared_engine
+    assert engine.put(llama(1)) == engine.taken[-1], engine.refusals
+    stale = engine.put(llama(2), fault="stale_head")
+    proof = engine.refusals[-1]
+    assert proof.version == stale
+    assert "lm_head" in proof.reason, proof.reason
+    assert proof.difference > 0.1  # the probe alone sees it too
+    assert (engine.real.version, engine.real.state) == (None, "unproven")
+
+    async def held():
+        task = asyncio.ensure_future(engine.real.generate(requests(2)))
+        await asyncio.sleep(0)
+        good = llama(3)
+        version = await asyncio.to_thread(engine.put, good)
+        return good, version, await asyncio.wait_for(task, PATIENCE_S)
+
+    good, version, got = asyncio.run(held())
+    for request, g in zip(requests(2), got, strict=True):
+        assert [s.version for s in g.spans] == [version]
+        np.testing.assert_allclose(g.logprobs, logprobs_of(good, request.prompt, g.tokens), atol=1e-4)
+
+
+def test_an_engine_left_behind_by_a_step_too_small_for_the_probe_is_refused_by_read_back(shared_engine):
+    engine, model = shared_engine, llama(1)
+    with torch.no_grad():
+        for matrix in (p for p in model.parameters() if p.ndim > 1):
+            matrix.mul_(0.1)  # as small as those of real models: the step moves no probability by much
+    assert engine.put(model) == engine.taken[-1], engine.refusals
+    ids = torch.tensor([PROBE.tolist()])
+    step = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    step.step()
+    engine.put(model, fault="left_behind")
+    proof = engine.refusals[-1]
+    assert "still holds the last version's bytes" in proof.reason
+    assert proof.difference < proof.floor
+    assert engine.put(model) == engine.taken[-1], engine.refusals
+
+
+def test_an_update_that_fails_half_way_is_refused_with_its_cause_and_the_next_one_is_sampled(shared_engine):
+    engine = shared_engine
+    engine.put(llama(1))
+    engine.put(llama(2), fault="half_way")
+    assert "the second half is missing" in engine.refusals[-1].reason
+    model = llama(3)
+    assert engine.put(model) == engine.taken[-1], engine.refusals
+    (asked,) = requests(1)
+    (got,) = engine.sample(asked)
+    np.testing.assert_allclose(got.logprobs, logprobs_of(model, asked.prompt, got.tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "wait", "abort"])
+def test_running_completions_are_treated_as_the_settings_say(shared_engine, on_update, monkeypatch):
+    engine = shared_engine
+    monkeypatch.setattr(engine.real, "on_update", on_update)
+    old, new = llama(1), llama(2)
+    first = engine.put(old)
+
+    async def run():
+        asked = requests(4, new=900)
+        running = asyncio.ensure_future(engine.real.generate(asked))
+        while engine.real.figures.running == 0:
+            await asyncio.sleep(0.001)
+        second = engine.offer(new)
+        return asked, await asyncio.wait_for(running, PATIENCE_S), second
+
+    asked, got, second = asyncio.run(run())
+    soon(lambda: engine.taken[-1] == second, "the second version is taken")
+    versions = [[s.version for s in g.spans] for g in got]
+    if on_update == "wait":
+        assert versions == [[first]] * 4
+    if on_update == "abort":
+        assert [second] in versions
+        assert [first, second] not in versions
+    if on_update == "recompute":
+        assert [first, second] in versions
+        for request, g in zip(asked, got, strict=True):
+            if len(g.spans) == 2:  # nothing of the old weights is left in the cache
+                tail = g.spans[1].start
+                np.testing.assert_allclose(
+                    g.logprobs[tail:], logprobs_of(new, request.prompt, g.tokens)[tail:], atol=1e-4
+                )
+
+
+def test_a_dead_engine_says_so_to_all_who_wait_and_leaves_nothing_running(shared_engine):
+    engine = shared_engine  # the last test that uses it
+    engine.put(llama(1))
+    lines = {p: " ".join(p.cmdline()) for p in engine.processes()}
+    core = next(p for p, line in lines.items() if "EngineCore" in line)
+    workers = [p for p, line in lines.items() if "Worker" in line]
+    assert workers
+
+    async def run():
+        running = asyncio.ensure_future(engine.real.generate(requests(4, new=900)))
+        while engine.real.figures.running == 0:
+            await asyncio.sleep(0.001)
+        core.kill()
+        with pytest.raises(EngineDead, match="engine process"):
+            await asyncio.wait_for(running, PATIENCE_S)
+
+    asyncio.run(run())
+    assert engine.real.failure is not None
+    _, left = psutil.wait_procs(workers, timeout=30.0)
+    assert not left

@@ -122,7 +122,11 @@ class Figures:
     prompt_tokens_cached: int = 0
 
     def as_dict(self) -> dict[str, float]:
-        return {name: float(value) for name, value in vars(self).items()}
+        """For the metrics; ``prefix_hit_rate``: of all prompt tokens, the share that was found in the prefix cache."""
+        figures = {name: float(value) for name, value in vars(self).items()}
+        if self.prompt_tokens:
+            figures["prefix_hit_rate"] = self.prompt_tokens_cached / self.prompt_tokens
+        return figures
 
 
 @dataclass(eq=False)

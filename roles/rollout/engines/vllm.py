@@ -68,6 +68,7 @@ OURS = {
     "worker_extension_cls": "",
     "logprobs_mode": "",
     "generation_config": "",
+    "override_generation_config": "",
     "skip_tokenizer_init": "",
     "disable_log_stats": "",
 }
