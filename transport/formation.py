@@ -20,6 +20,7 @@ from the one thread that owns the formation, never from the endpoint's. ``close`
 
 import contextlib
 import os
+import queue
 import re
 import threading
 import time
@@ -111,9 +112,10 @@ class Formation:
         try:
             _call_roll(prefixed, go, rank, _own_card(host, backend), deadline, timeout_s, abandon)
             left = max(0.1, deadline - time.monotonic())
-            group = _gloo(prefixed, rank, len(go.members), host, left) if backend == "gloo" else _nccl(
-                prefixed, rank, len(go.members), left
-            )  # fmt: skip
+            if backend == "gloo":
+                group = _connected(lambda: _gloo(prefixed, rank, len(go.members), host, left), deadline, abandon)
+            else:
+                group = _nccl(prefixed, rank, len(go.members), left)
         except FormationBroken:
             raise
         except (TimeoutError, RuntimeError) as e:
@@ -229,6 +231,32 @@ class Formation:
                 f"{self.kind} formation {self.ballot}: tensor of shape {tuple(tensor.shape)} is not contiguous"
             )
         return tensor.cuda() if self._backend == "nccl" and not tensor.is_cuda else tensor
+
+
+def _connected(connect: Callable[[], Any], deadline: float, abandon: threading.Event | None) -> Any:
+    """What ``connect`` returns or raises. gloo waits five times its time-out for a member that has left since the roll
+    call, and knows no ``abandon``: at either it goes on by itself, on a thread that ends with it."""
+    outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcomes.put(connect())
+        except Exception as e:  # raised below, where somebody still waits for it
+            outcomes.put(e)
+
+    threading.Thread(target=run, name="connect", daemon=True).start()
+    while True:
+        try:
+            outcome = outcomes.get(timeout=SLICE_S)
+        except queue.Empty:
+            if abandon is not None and abandon.is_set():
+                raise TimeoutError("abandoned") from None
+            if time.monotonic() > deadline + GRACE_S:
+                raise TimeoutError("a member was there and has not connected") from None
+            continue
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
 def _gloo(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Any:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -232,7 +233,36 @@ def test_a_member_that_never_comes_is_named(processes):
 # In one process -------------------------------------------------------------------------------------------------
 
 
-def local_stores(host: StoreHost, go: Go, timeout_s: float = 10.0) -> list[MeshStore]:
+class Leaves(MeshStore):
+    """A member who comes to the roll call and says where it listens, and is gone before anybody connects."""
+
+    def get(self, key):
+        raise RuntimeError("it has left")
+
+    wait = get
+
+
+def test_a_member_that_leaves_before_it_is_connected_holds_nobody_up():
+    """gloo by itself waits five times its time-out, during which nothing else could be built."""
+    go, host = new_go(MEMBERS[:2]), StoreHost()
+    host.open(go.kind, go.ballot)
+    stays, leaves = local_stores(host, go, last=Leaves)
+
+    def build(i: int, store: MeshStore) -> str:
+        try:
+            Formation.build(go, go.members[i], store, host="127.0.0.1", timeout_s=1.0)
+        except FormationBroken as e:
+            return str(e)
+        return "built"
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(build, 1, leaves)
+        assert "a member was there and has not connected" in build(0, stays)
+
+
+def local_stores(
+    host: StoreHost, go: Go, timeout_s: float = 10.0, last: type[MeshStore] = MeshStore
+) -> list[MeshStore]:
     lock = threading.Lock()
 
     def request(sender):
@@ -242,7 +272,8 @@ def local_stores(host: StoreHost, go: Go, timeout_s: float = 10.0) -> list[MeshS
 
         return ask
 
-    return [MeshStore(go.kind, go.ballot, request(m.peer), timeout_s) for m in go.members]
+    kinds = [MeshStore] * (len(go.members) - 1) + [last]
+    return [kind(go.kind, go.ballot, request(m.peer), timeout_s) for kind, m in zip(kinds, go.members, strict=True)]
 
 
 def build_here(go: Go, stores: list) -> list[Formation]:
