@@ -106,20 +106,64 @@ def _up(
     )
 
 
+@_mesh.command("top")
+def _top(
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Run directory; default the one in runs/ that was written last.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Settings of the run, where its directory is out of reach.")
+    ] = None,
+    rendezvous: Annotated[str, typer.Option("--rendezvous", help="tcp://host:port of one of its peers.")] = "",
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one picture; so does an output that is no terminal.")
+    ] = False,
+) -> None:
+    """A running mesh: who is there and in what state, the reward, where time goes, what happened."""
+    from mesh.top import top
+
+    raise typer.Exit(top(run=run, config=config, rendezvous=rendezvous, once=once))
+
+
+@_mesh.command("doctor")
+def _doctor(
+    run: Annotated[Path | None, typer.Option("--run", help="Of a running mesh; else where a run is to be.")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Settings, a TOML file.")] = None,
+    rendezvous: Annotated[str, typer.Option("--rendezvous", help="tcp://host:port of a peer of a running mesh.")] = "",
+) -> None:
+    """What is wrong with this machine, or with a running mesh, and what to change. Exit code 1 when something is."""
+    from mesh.doctor import doctor
+
+    raise typer.Exit(doctor(run=run, config=config, rendezvous=rendezvous))
+
+
 _config = typer.Typer(no_args_is_help=True, help="Look at settings.")
 _mesh.add_typer(_config, name="config")
 
 
 @_config.command("show")
 def _show(config: Annotated[Path, typer.Argument()], set_: Set = None) -> None:
-    """Print the effective settings."""
+    """Print the effective settings, as TOML; behind each one that is not a default, where it comes from."""
     from mesh import config as settings
 
     try:
-        print(settings.dumps(settings.load(config, set_)), end="")
+        print(settings.annotated(config, set_), end="")
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+@_config.command("check")
+def _check(config: Annotated[Path, typer.Argument()], set_: Set = None) -> None:
+    """Whether these settings can be started with; loads no torch."""
+    from mesh import config as settings
+
+    try:
+        settings.load(config, set_)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(f"{config} is good")
 
 
 def node() -> None:

@@ -248,6 +248,27 @@ def dumps(config: Config) -> str:
     return tomli_w.dumps(msgspec.to_builtins(config))
 
 
+def annotated(path: Path, overrides: list[str] | None = None) -> str:
+    """The effective settings as TOML; a comment behind each that is not a default says where it was set."""
+    import tomli_w
+
+    config = msgspec.to_builtins(load(path, overrides))
+    in_file = {f"{s}.{key}" for s, values in tomllib.loads(Path(path).read_text()).items() for key in values}
+    given = {text.partition("=")[0].strip() for text in overrides or []}
+    lines = []
+    for section, values in config.items():
+        lines.append(f"[{section}]")
+        nested = {key: value for key, value in values.items() if isinstance(value, dict)}
+        for key, value in values.items():
+            name = f"{section}.{key}"
+            if key not in nested:
+                where = "--set" if name in given else str(path) if name in in_file else ""
+                lines.append(tomli_w.dumps({key: value}).rstrip() + (f"  # {where}" if where else ""))
+        lines += [tomli_w.dumps({section: {key: value}}).rstrip() for key, value in nested.items() if value]
+        lines.append("")
+    return "\n".join(lines)
+
+
 def agreed_digests(config: Config, *, model: str = "", data: str = "") -> dict[str, str]:
     """A short digest for each section that all peers must have alike, and for how completions are sampled. ``model``
     and ``data`` are digests of the files that model.path and task.data name: at two hosts a path may name others."""

@@ -16,11 +16,12 @@ from rich.markup import escape
 
 from mesh import config as settings
 from mesh import exits, launch, logs, view
+from mesh.identity import PeerCard
 from mesh.node import Node
+from mesh.observer import Observer
 from mesh.peer import WARNING
 from mesh.plan import Plan
 from mesh.rundir import RunDir, fresh
-from transport.messages import Look, Status
 
 PR_SET_PDEATHSIG = 1
 MOST_TOLD = 1000
@@ -131,11 +132,9 @@ class Local:
         self.start_s = 10.0  # from a rollout's start to its joining, until the first has shown it
         self.joined: set[str] = set()
         self.told: dict[str, None] = {}  # warnings that were printed
-        self.seen = view.Seen(run=node.run.path.name, steps=self.steps)
-        self.peer = node.peer()
-        self.peer.on(Status, self._status)
-        self._seq = 0
-        self.peer.every(0.5, self._look)
+        self.observer = Observer(node)
+        self.observer.on_look = self._look
+        self.seen, self.peer = self.observer.seen, self.observer.peer
         self.peer.start()
         host = socket.gethostname()
         names = [f"trainer-{i}@{host}" for i in range(trainers)] if trainers > 1 else [f"trainer@{host}"]
@@ -144,13 +143,8 @@ class Local:
         self.children += [Child("rollout", f"rollout-{i}@{host}", node.run, []) for i in range(rollouts)]
         self.began = time.monotonic()
 
-    def _look(self) -> None:
-        self._seq += 1
-        if self.peer.live("trainer") or not self.seen.step:  # keep the last picture of a mesh that has finished
-            self.seen.cards = {card.id: card for card in self.peer.live()}
-        for card in self.peer.live():
-            if card.role != "observer":
-                self.peer.send(card.id, Look(seq=self._seq))
+    def _look(self, workers: list[PeerCard]) -> None:
+        for card in workers:
             if card.role == "rollout" and card.name not in self.joined:
                 self._joined(card.name)
 
@@ -160,9 +154,6 @@ class Local:
         elif self.seen.step:
             self._mark(self.seen.step, f"{name} joined")
         self.joined.add(name)
-
-    def _status(self, sender: str, status: Status) -> None:
-        self.seen.status[sender] = (time.monotonic(), status)
 
     def watch(self) -> int:
         """Until the run is over: draw, do the planned kill and join, and notice who ended."""

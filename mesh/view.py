@@ -13,6 +13,7 @@ from mesh.identity import PeerCard, PeerId
 from transport.messages import Status
 
 BARS = " ▁▂▃▄▅▆▇█"
+SUMMED = ("tokens_per_s", "superseded")  # over the trainers
 
 
 @dataclass
@@ -35,7 +36,11 @@ class Seen:
             return None
         furthest = max(known.values(), key=lambda s: s.figures["step"])
         here = [s for peer, s in known.items() if peer in self.cards] or [furthest]
-        sums = {name: sum(s.figures.get(name, 0.0) for s in here) for name in ("tokens_per_s", "superseded")}
+        sums = {
+            name: sum(s.figures.get(name, 0.0) for s in here)
+            for name in furthest.figures
+            if name in SUMMED or name.startswith("ledger/")
+        }
         return replace(furthest, figures=furthest.figures | sums)
 
     @property
@@ -47,7 +52,9 @@ class Seen:
 def draw(seen: Seen, width: int = 80) -> Group:
     """The whole view, about 24 lines high."""
     status = seen.trainer()
-    return Group(_headline(seen, status), _peers(seen), _curve(seen, status, width), _events(seen, status))
+    return Group(
+        _headline(seen, status), _peers(seen), _curve(seen, status, width), _accounts(status), _events(seen, status)
+    )
 
 
 def line(seen: Seen) -> str:
@@ -89,7 +96,10 @@ def _headline(seen: Seen, status: Status | None) -> Panel:
         _share(f.get("wait_share")),
     )
     return Panel(
-        grid, title=f"mesh · {seen.run} · {time.time() - seen.started:.0f} s", title_align="left", border_style="cyan"
+        grid,
+        title=f"mesh · {seen.run} · {f.get('wall_s', time.time() - seen.started):.0f} s",
+        title_align="left",
+        border_style="cyan",
     )
 
 
@@ -97,7 +107,6 @@ def _peers(seen: Seen) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=True)
     for name, right in (
         ("peer", 0),
-        ("role", 0),
         ("state", 0),
         ("version", 1),
         ("tokens/s", 1),
@@ -112,8 +121,7 @@ def _peers(seen: Seen) -> Table:
         f = status.figures if status else {}
         version = (status.version if status else None) or card.version
         table.add_row(
-            card.name,
-            card.role,
+            _name(card),
             Text(status.state if status else "…", style="green" if status else "dim"),
             str(version) if version else "–",
             f"{f.get('tokens_per_s', 0):,.0f}" if status else "",
@@ -121,8 +129,28 @@ def _peers(seen: Seen) -> Table:
             f"{f['probe_difference']:.1e}" if "probe_difference" in f else "",
         )
     for name, how in sorted(seen.gone.items()):
-        table.add_row(Text(name, style="red"), "", Text(how, style="red"))
+        table.add_row(Text(name, style="red"), Text(how, style="red"))
     return table
+
+
+def _name(card: PeerCard) -> str:
+    """With its role and host, where the name does not tell them."""
+    name = card.name if "@" in card.name else f"{card.name}@{card.host}"
+    return name if name.startswith(card.role) else f"{name} ({card.role})"
+
+
+def _accounts(status: Status | None) -> Text:
+    """Where the time of a step goes, and what became of the groups that were ordered, in two lines."""
+    f = status.figures if status else {}
+    text = Text()
+    whole = f.get("time/step_s", 0.0)
+    parts = {name[5:-2]: f[name] / whole for name in f if name.startswith("time/") and name != "time/step_s" and whole}
+    if parts:
+        shares = "  ".join(f"{name} {share:.0%}" for name, share in sorted(parts.items(), key=lambda p: -p[1])[:6])
+        text.append(" step ", style="dim").append(f"{whole:.2f} s: {shares}\n")
+    if groups := [f"{name[7:]} {f[name]:.0f}" for name in f if name.startswith("ledger/")]:
+        text.append(" groups ", style="dim").append("  ".join(groups) + "\n")
+    return text
 
 
 def _curve(seen: Seen, status: Status | None, width: int, height: int = 6) -> Panel:

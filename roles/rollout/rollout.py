@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import psutil
 
 from mesh.effects import Send
 from mesh.exits import FINISHED, GivenUp, Requeue, parting
@@ -351,6 +352,7 @@ class Rollout:
         """*loop*: for an observer."""
         proof = self.proof
         figures = {"tokens_per_s": self._rate(), "groups": float(self.delivery.held)}
+        figures["host_memory_used"] = psutil.virtual_memory().percent / 100
         if proof is not None:
             figures["probe_difference"] = proof.difference
         return Status(
@@ -358,7 +360,7 @@ class Rollout:
             state=self._state(),
             version=self.engine.version,
             figures=figures,
-            texts={},
+            texts={"weights": self.receiver.told.text},
             events=list(self.peer.events)[-5:],
         )
 

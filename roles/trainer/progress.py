@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
+
 from mesh.exits import GivenUp
 from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
@@ -272,6 +274,10 @@ class Progress:
             "masked_share": self._masked_share(),
             "wait_share": f.get("wait_share", 0.0),
             "lag_mean": f.get("lag_mean", 0.0),
+            "wall_s": f.get("wall_s", 0.0),
+            "host_memory_used": psutil.virtual_memory().percent / 100,
+            **{f"ledger/{name}": float(count) for name, count in accounts.groups.items()},
+            **{name: value for name, value in f.items() if name.startswith("time/")},
         }
         if "reward" in f:
             figures["reward"] = f["reward"]
@@ -282,7 +288,7 @@ class Progress:
             state=self.peer.short.text if self.peer.short is not None else self.state,
             version=self.version,
             figures=figures,
-            texts={},
+            texts={"weights": self.publisher.told.text},
             events=list(self.peer.events)[-8:],
             history=list(self.history),
         )

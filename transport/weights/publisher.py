@@ -37,6 +37,7 @@ from transport.weights.schedule import (
     SatOut,
     StartBroadcast,
 )
+from transport.weights.told import Told
 
 BUFFERS = 3  # one being sent, the newest, one to copy into
 TICK_S = 0.05
@@ -74,10 +75,11 @@ class _Staged:
 class Publisher:
     """Make one before the peer starts (it registers handlers), on every trainer; it is idle until ``open_term``.
 
-    ``manifest`` describes what is sent, ``build`` makes the group of a Go on the mover's thread."""
+    ``manifest`` describes what is sent, ``told`` what was, ``build`` makes the group of a Go on the mover's thread."""
 
     def __init__(self, port: Port, manifest: Manifest, weights: Weights, build: Build) -> None:
         self.manifest = manifest
+        self.told = Told()
         self._port = port
         self._weights = weights
         self._bucket_bytes = weights.bucket_mib << 20
@@ -226,6 +228,7 @@ class Publisher:
         began = time.perf_counter()
         staged.buckets = bucket_digests(staged.slot.flat, self._bucket_bytes)
         staged.tensors = tensor_digests(self.manifest, staged.slot.flat)
+        self.told.add(staged.version, staged.tensors)
         self._stats.digest_s = time.perf_counter() - began
         self._port.post(lambda: self._stage(staged))
 

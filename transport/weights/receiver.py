@@ -41,6 +41,7 @@ from transport.weights.proof import Proof
 from transport.weights.pull import Check, PullHost, Serve, Write, chunk_bytes
 from transport.weights.reception import Missed, Offer, ReceiverSchedule, Refuse, Released, StartReceive
 from transport.weights.shadows import SHADOWS
+from transport.weights.told import Told
 
 TICK_S = 0.05
 MOST_PARTS = 1024  # of a manifest: with parts of half a MiB at most far above what a model has
@@ -87,6 +88,7 @@ class Receiver:
         new_buffer: Callable[[int], Tensor] = new_flat,
     ) -> None:
         self.engine_build = engine_build
+        self.told = Told()
         self._new_buffer = new_buffer
         self._port = port
         self._weights = weights
@@ -140,6 +142,7 @@ class Receiver:
             "floor": proof.floor,
             "power": proof.power,
         }
+        self.told.add(arrived.version, arrived.tensor_digests)
         self._answer(arrived.version, proof.proved, proof.reason, fields)
 
     def refused(self, arrived: Arrived, why: Proof | str) -> None:

