@@ -24,7 +24,9 @@ FORBIDDEN = re.compile(
 # What of mesh/ transport/ may import. The pure machines of mesh/ import one thing back: the wire's messages.
 BELOW = {"mesh.identity", "mesh.version", "mesh.config", "mesh.effects", "mesh.secret"}
 LEAF = "transport.messages"
-ON_TOP = {"mesh.peer", "mesh.local", "mesh.node", "mesh.cli", "mesh.view"}  # these bring the three packages together
+ON_TOP = {
+    f"mesh.{name}" for name in ("peer", "local", "node", "cli", "view", "observer", "top", "doctor", "report")
+}  # these bring the three packages together
 
 
 def module_of(path: Path) -> str:
