@@ -58,6 +58,7 @@ class _OneLine(_Kept):
 
 def setup(name: str, file: Path, *, stderr: bool = True) -> logging.Logger:
     """The logger ``mesh``, and those of the other rooms: INFO and above on stderr in one line, all in ``file``."""
+    logging.raiseExceptions = False  # a full disk is said once, by whom it stops, not by every line that is not kept
     kept = logging.FileHandler(file, delay=False)
     kept.setFormatter(_Kept("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     handlers: list[logging.Handler] = [kept]

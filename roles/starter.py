@@ -58,6 +58,11 @@ def resolve(path: str, seed: int = 0) -> str:
             f'model.path = "{path}" cannot be loaded: there is no such directory; set model.path to one, to a hub id, '
             "or to starter:sort"
         )
+    if Path(path).is_dir() and not (Path(path) / "config.json").exists():
+        raise ValueError(
+            f'model.path = "{path}" cannot be loaded: it has no config.json; set model.path to a directory with '
+            "config.json, tokenizer and *.safetensors"
+        )
     if not path.startswith(PREFIX):
         return path
     if path != "starter:sort":

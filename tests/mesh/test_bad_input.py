@@ -95,7 +95,7 @@ def test_a_command_that_is_none_exits_with_2(mesh, arguments):
 
 LATER = {  # role, settings, what the line says
     "no such directory": ("trainer", {"model.path": "{dir}/nothing"}, ['model.path = "{dir}/nothing"', "no such dir"]),
-    "no model in it": ("rollout", {"model.path": "{dir}"}, ["model.path = {dir} cannot be loaded", "config.json"]),
+    "no model in it": ("rollout", {"model.path": "{dir}"}, ['model.path = "{dir}" cannot be loaded', "config.json"]),
     "no such hub id": ("trainer", {"model.path": "nobody/nothing"}, ['model.path = "nobody/nothing"', "hub"]),
     "no such task": ("rollout", {"task.data": "srot"}, ['task.data = "srot" is unknown; did you mean sort?']),
     "no such gym task": ("trainer", {"task.data": "reasoning-gym:chess_"}, ["task.data", "chess_"]),
