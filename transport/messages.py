@@ -178,7 +178,7 @@ class StoreSet(Message, frozen=True):
     number: Count
     key: StoreKey
     value: StoreValue
-    add: Annotated[int, Meta(gt=-(2**31), lt=2**31)] | None = None
+    add: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     """When given, ``value`` is ignored and this amount is added to the integer under ``key``."""
 
 

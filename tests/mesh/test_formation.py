@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -14,7 +13,7 @@ import torch
 import zmq
 
 from mesh.version import Ballot
-from transport.formation import Formation, FormationBroken
+from transport.formation import Formation, FormationBroken, _connected
 from transport.messages import Go, Member, StoreAnswer, StoreGet, StoreSet
 from transport.nccl_env import NCCL_ENVIRONMENT, set_nccl_environment
 from transport.store import MeshStore
@@ -233,36 +232,40 @@ def test_a_member_that_never_comes_is_named(processes):
 # In one process -------------------------------------------------------------------------------------------------
 
 
-class Leaves(MeshStore):
-    """A member who comes to the roll call and says where it listens, and is gone before anybody connects."""
-
-    def get(self, key):
-        raise RuntimeError("it has left")
-
-    wait = get
-
-
 def test_a_member_that_leaves_before_it_is_connected_holds_nobody_up():
-    """gloo by itself waits five times its time-out, during which nothing else could be built."""
-    go, host = new_go(MEMBERS[:2]), StoreHost()
-    host.open(go.kind, go.ballot)
-    stays, leaves = local_stores(host, go, last=Leaves)
+    """gloo by itself waits five times its time-out for it, during which nothing else could be built."""
+    never, abandon, said = threading.Event(), threading.Event(), []
 
-    def build(i: int, store: MeshStore) -> str:
-        try:
-            Formation.build(go, go.members[i], store, host="127.0.0.1", timeout_s=1.0)
-        except FormationBroken as e:
-            return str(e)
-        return "built"
+    def connect() -> None:
+        never.wait(60.0)
 
-    with ThreadPoolExecutor() as pool:
-        pool.submit(build, 1, leaves)
-        assert "a member was there and has not connected" in build(0, stays)
+    with pytest.raises(TimeoutError, match="a member was there and has not connected"):
+        _connected(connect, time.monotonic() + 0.1, None)
+
+    def until_abandoned() -> None:
+        with pytest.raises(TimeoutError, match="abandoned"):
+            _connected(connect, time.monotonic() + 60.0, abandon)
+        said.append("abandoned")
+
+    waits = threading.Thread(target=until_abandoned)
+    waits.start()
+    abandon.set()
+    waits.join(10.0)
+    never.set()
+    assert said == ["abandoned"]
 
 
-def local_stores(
-    host: StoreHost, go: Go, timeout_s: float = 10.0, last: type[MeshStore] = MeshStore
-) -> list[MeshStore]:
+def test_what_connecting_returns_or_raises_is_passed_on():
+    assert _connected(lambda: "group", time.monotonic() + 10.0, None) == "group"
+    with pytest.raises(RuntimeError, match="refused"):
+        _connected(raises, time.monotonic() + 10.0, None)
+
+
+def raises() -> None:
+    raise RuntimeError("refused")
+
+
+def local_stores(host: StoreHost, go: Go, timeout_s: float = 10.0) -> list[MeshStore]:
     lock = threading.Lock()
 
     def request(sender):
@@ -272,8 +275,7 @@ def local_stores(
 
         return ask
 
-    kinds = [MeshStore] * (len(go.members) - 1) + [last]
-    return [kind(go.kind, go.ballot, request(m.peer), timeout_s) for kind, m in zip(kinds, go.members, strict=True)]
+    return [MeshStore(go.kind, go.ballot, request(m.peer), timeout_s) for m in go.members]
 
 
 def build_here(go: Go, stores: list) -> list[Formation]:

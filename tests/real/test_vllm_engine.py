@@ -60,6 +60,7 @@ class Engine:
     """A vLLM engine and the versions put into it; ``put`` waits until one is taken or refused."""
 
     def __init__(self, directory, **settings):
+        self.others = {child.pid for child in psutil.Process().children(recursive=True)}
         self.fault = directory.parent / "fault"
         os.environ["VLLM_FAULT"] = str(self.fault)
         llama(0).save_pretrained(directory)
@@ -113,8 +114,8 @@ class Engine:
         return asyncio.run(asyncio.wait_for(self.real.generate(requests), PATIENCE_S))
 
     def processes(self):
-        """vLLM's own. Python's resource tracker lives as long as this process."""
-        children = psutil.Process().children(recursive=True)
+        """vLLM's own. Python's resource tracker lives as long as this process, and so do those of other tests."""
+        children = [c for c in psutil.Process().children(recursive=True) if c.pid not in self.others]
         return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 

