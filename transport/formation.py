@@ -108,14 +108,18 @@ class Formation:
         deadline = time.monotonic() + timeout_s
         name = f"{go.kind} formation {go.ballot}"
         rank = go.members.index(me)
-        prefixed = PrefixStore(f"{go.kind}/{go.ballot.counter}.{go.ballot.convener}", store)
+        prefix = f"{go.kind}/{go.ballot.counter}.{go.ballot.convener}"
+
+        def gloo() -> Any:  # it holds ``store``, which torch calls into as long as this runs, abandoned or not
+            return _gloo(PrefixStore(prefix, store), rank, len(go.members), host, left)
+
         try:
-            _call_roll(prefixed, go, rank, _own_card(host, backend), deadline, timeout_s, abandon)
+            _call_roll(PrefixStore(prefix, store), go, rank, _own_card(host, backend), deadline, timeout_s, abandon)
             left = max(0.1, deadline - time.monotonic())
             if backend == "gloo":
-                group = _connected(lambda: _gloo(prefixed, rank, len(go.members), host, left), deadline, abandon)
+                group = _connected(gloo, deadline, abandon)
             else:
-                group = _nccl(prefixed, rank, len(go.members), left)
+                group = _nccl(PrefixStore(prefix, store), rank, len(go.members), left)
         except FormationBroken:
             raise
         except (TimeoutError, RuntimeError) as e:

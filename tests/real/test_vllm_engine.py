@@ -113,6 +113,18 @@ class Engine:
     def sample(self, *requests):
         return asyncio.run(asyncio.wait_for(self.real.generate(requests), PATIENCE_S))
 
+    def offer_while_it_samples(self, model, asked):
+        """The requests, what was sampled for them, and the version that was offered once they were running."""
+
+        async def run():
+            running = asyncio.ensure_future(self.real.generate(asked))
+            while self.real.figures.running == 0:
+                await asyncio.sleep(0.001)
+            version = self.offer(model)
+            return asked, await asyncio.wait_for(running, PATIENCE_S), version
+
+        return asyncio.run(run())
+
     def processes(self):
         """vLLM's own. Python's resource tracker lives as long as this process, and so do those of other tests."""
         children = [c for c in psutil.Process().children(recursive=True) if c.pid not in self.others]
@@ -164,16 +176,7 @@ def test_the_log_probabilities_are_those_of_the_distribution_that_was_sampled(sh
 def test_a_version_that_comes_while_it_samples_is_taken_between_two_tokens(shared_engine):
     old, new = llama(2), llama(3)
     first = shared_engine.put(old)
-
-    async def run():
-        asked = requests(16, new=900)
-        running = asyncio.ensure_future(shared_engine.real.generate(asked))
-        while shared_engine.real.figures.running == 0:
-            await asyncio.sleep(0.001)
-        second = shared_engine.offer(new)
-        return asked, await asyncio.wait_for(running, PATIENCE_S), second
-
-    asked, got, second = asyncio.run(run())
+    asked, got, second = shared_engine.offer_while_it_samples(new, requests(16, new=900))
     assert shared_engine.taken[-2:] == [first, second], shared_engine.refusals
     crossed = [g for g in got if len(g.spans) == 2]
     assert crossed
@@ -301,22 +304,30 @@ def test_an_update_that_fails_half_way_is_refused_with_its_cause_and_the_next_on
     np.testing.assert_allclose(got.logprobs, logprobs_of(model, asked.prompt, got.tokens), atol=1e-4)
 
 
+def test_a_pause_that_does_not_come_refuses_the_version_and_sampling_goes_on(shared_engine, monkeypatch):
+    engine = shared_engine
+    first = engine.put(llama(1))
+
+    async def never(**_) -> None:
+        await asyncio.sleep(PATIENCE_S)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.real._llm.engine_core, "pause_scheduler_async", never)
+        broken.setattr(vllm, "CALL_S", 1.0)
+        engine.put(llama(2))
+    assert engine.refusals[-1] == "vLLM did not come to a pause within 1 s"
+    [got] = engine.sample(*requests(1))
+    assert [s.version for s in got.spans] == [first]
+    assert engine.put(llama(3)) == engine.taken[-1], engine.refusals
+
+
 @pytest.mark.parametrize("on_update", ["recompute", "wait", "abort"])
 def test_running_completions_are_treated_as_the_settings_say(shared_engine, on_update, monkeypatch):
     engine = shared_engine
     monkeypatch.setattr(engine.real, "on_update", on_update)
     old, new = llama(1), llama(2)
     first = engine.put(old)
-
-    async def run():
-        asked = requests(4, new=900)
-        running = asyncio.ensure_future(engine.real.generate(asked))
-        while engine.real.figures.running == 0:
-            await asyncio.sleep(0.001)
-        second = engine.offer(new)
-        return asked, await asyncio.wait_for(running, PATIENCE_S), second
-
-    asked, got, second = asyncio.run(run())
+    asked, got, second = engine.offer_while_it_samples(new, requests(4, new=900))
     soon(lambda: engine.taken[-1] == second, "the second version is taken")
     versions = [[s.version for s in g.spans] for g in got]
     if on_update == "wait":

@@ -435,7 +435,8 @@ class VllmEngine(Engine):
         return DRAIN_S if self.on_update == "wait" else CALL_S
 
     async def _resume(self) -> None:
-        await self._llm.resume_generation()
+        async with asyncio.timeout(CALL_S):
+            await self._llm.resume_generation()
         self._paused = False
 
     def _held_for_evaluation(self) -> bool:
