@@ -106,6 +106,4 @@ def _newest(runs: Path) -> Path:
 def _nobody(run: RunDir) -> str:
     if run.summary.exists():
         return f"{run.path} holds a run that has finished: nobody is at work there; its figures are in summary.json"
-    uid = os.stat(run.path).st_uid
-    whose = "" if uid == os.getuid() else f" (it belongs to user {uid}, whose secret this user may not read)"
-    return f"no peer of {run.path} answers{whose}: start some with --run {run.path}, or give --rendezvous"
+    return f"no peer of {run.path} answers: start some with --run {run.path}, or give --rendezvous"

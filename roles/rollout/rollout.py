@@ -278,25 +278,26 @@ class Rollout:
     async def _completion(self, prompt: Prompt, tokens: np.ndarray, credit: Credit, index: int) -> Transcript:
         """Completion ``index`` of the group: the task's rollout, which may take several turns. One that the engine has
         lost is begun once more, while the others of its group go on."""
+        try:
+            return await self.task.rollout(prompt, self._sampler(prompt, tokens, credit, index))
+        except RequestFailed:
+            if credit.evaluation:
+                raise
+            self.sampled_again += 1
+            return await self.task.rollout(prompt, self._sampler(prompt, tokens, credit, index))
+
+    def _sampler(self, prompt: Prompt, tokens: np.ndarray, credit: Credit, index: int) -> Sampler:
         settings = self.config.rollout
-        for tries_left in (1, 0):
-            sampler = Sampler(
-                self.engine,
-                self.tokenizer,
-                seed=credit.seed,
-                index=index,
-                max_new_tokens=settings.max_new_tokens,
-                temperature=self.config.evaluation.temperature if credit.evaluation else settings.temperature,
-                pinned=credit.min_version if credit.evaluation else None,
-                encoded=(prompt.content, tokens),
-            )
-            try:
-                return await self.task.rollout(prompt, sampler)
-            except RequestFailed:
-                if credit.evaluation or not tries_left:
-                    raise
-                self.sampled_again += 1
-        raise AssertionError("the last try returns or raises")
+        return Sampler(
+            self.engine,
+            self.tokenizer,
+            seed=credit.seed,
+            index=index,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=self.config.evaluation.temperature if credit.evaluation else settings.temperature,
+            pinned=credit.min_version if credit.evaluation else None,
+            encoded=(prompt.content, tokens),
+        )
 
     async def _scored(self, prompt: Prompt, transcripts: list[Transcript]) -> tuple[list[Completion], dict[str, int]]:
         scored = await self.rewards.score(prompt, [t.text() for t in transcripts])

@@ -28,7 +28,7 @@ class Evaluating:
 
     @property
     def running(self) -> bool:
-        return self._intake.evaluating()
+        return self._incomplete() is not None
 
     def done(self, step: int) -> bool:
         """Whether this step was evaluated, if anything ever is."""

@@ -308,11 +308,6 @@ class Intake:
         """*main*: give up the evaluation under way; rollouts are told to stop working on it."""
         self.peer.call(lambda: self._do(self.delivery.abandon_evaluation(time.monotonic())))
 
-    def evaluating(self) -> bool:
-        """*main*: whether an evaluation is under way."""
-        state = self.delivery.evaluation_state()
-        return state is not None and not state.complete
-
     def close(self) -> None:
         """*main*: every step is made, and another trainer finishes the run: what is open here is lost."""
         self.peer.call(lambda: self._do(self.delivery.close(time.monotonic())))

@@ -93,7 +93,7 @@ def test_a_model_of_other_names_is_refused_by_name_and_the_trainer_says_who_prov
 def test_a_completion_that_the_engine_loses_is_sampled_again_and_its_siblings_go_on(mesh):
     trainer, rollout = mesh.start("trainer"), mesh.start("rollout", fault="loses_completions")
     assert (trainer.ends(), rollout.ends()) == (0, 0), trainer.said + rollout.said
-    assert list(mesh._rows("rollout"))[-1]["completions_sampled_again"] > 10
+    assert mesh.rows("rollout")[-1]["completions_sampled_again"] > 10
     summary = mesh.summary()
     assert summary["ledger"]["trained"] == 16 * 8
     assert summary["ledger"]["failed"] == 0

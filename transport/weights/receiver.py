@@ -142,7 +142,8 @@ class Receiver:
             "floor": proof.floor,
             "power": proof.power,
         }
-        self.told.add(arrived.version, arrived.tensor_digests)
+        if proof.proved:
+            self.told.add(arrived.version, arrived.tensor_digests)
         self._answer(arrived.version, proof.proved, proof.reason, fields)
 
     def refused(self, arrived: Arrived, why: Proof | str) -> None:

@@ -1,4 +1,6 @@
-"""What a peer tells of the versions it has had: one short digest each, by which an observer finds two that differ."""
+"""What a peer tells of the versions it has had: one short digest each, by which an observer finds two that differ.
+
+A publisher adds what it has staged; a receiver what its engine has proved to run, whose live tensors are those."""
 
 import hashlib
 from collections import deque
