@@ -143,7 +143,7 @@ _mesh.add_typer(_config, name="config")
 
 @_config.command("show")
 def _show(config: Annotated[Path, typer.Argument()], set_: Set = None) -> None:
-    """Print the effective settings, as TOML; behind each one that is not a default, where it comes from."""
+    """Print the effective settings, as TOML; behind each one that was set, where."""
     from mesh import config as settings
 
     try:

@@ -249,7 +249,7 @@ def dumps(config: Config) -> str:
 
 
 def annotated(path: Path, overrides: list[str] | None = None) -> str:
-    """The effective settings as TOML; a comment behind each that is not a default says where it was set."""
+    """The effective settings as TOML; a comment behind each that was set says where."""
     import tomli_w
 
     config = msgspec.to_builtins(load(path, overrides))

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 HANGS = """
 import os, signal, sys, time
@@ -23,28 +24,31 @@ hangs_here()
 """
 
 
-def test_a_peer_that_does_not_leave_writes_its_stacks_and_ends(tmp_path):
-    log = tmp_path / "peer.log"
-    process = subprocess.Popen([sys.executable, "-c", HANGS, log, "0.2"], stdout=subprocess.PIPE)
+@contextmanager
+def hanging(log, leave_s):
+    """A process that hangs, told to leave or not."""
+    process = subprocess.Popen([sys.executable, "-c", HANGS, log, str(leave_s)], stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30.0) == 1
+        yield process
     finally:
         process.kill()
+
+
+def test_a_peer_that_does_not_leave_writes_its_stacks_and_ends(tmp_path):
+    log = tmp_path / "peer.log"
+    with hanging(log, 0.2) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30.0) == 1
     assert "in hangs_here" in log.read_text()
 
 
 def test_stacks_are_shown_on_demand_and_nothing_ends(tmp_path):
     log = tmp_path / "peer.log"
-    process = subprocess.Popen([sys.executable, "-c", HANGS, log, "0"], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout.readline() == b"ready\n"
+    with hanging(log, 0) as process:
         process.send_signal(signal.SIGUSR2)
         deadline = time.monotonic() + 30.0
         while "in hangs_here" not in log.read_text() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert "in hangs_here" in log.read_text()
         assert process.poll() is None
-    finally:
-        process.kill()
