@@ -240,10 +240,14 @@ def mesh(peers: Sequence[Seen], max_lag: int) -> list[Finding]:
 
 def _deaths(peers: Sequence[Seen]) -> Iterator[Finding]:
     """What peers have seen happen of late, whoever tells it."""
-    told = {text: at for p in peers if p.last for at, text in p.last.events if " died" in text}
-    for text, at in sorted(told.items(), key=lambda item: item[1]):
-        when = time.strftime("%H:%M:%S", time.localtime(at))
-        yield Finding("warning", "death", f"{text.removeprefix(WARNING)} at {when}", "its log says why, if it could")
+    told = sorted((at, text.removeprefix(WARNING)) for p in peers if p.last for at, text in p.last.events)
+    first: dict[tuple[str, float], str] = {}  # by who died and when, to a minute: each tells it in words of its own
+    for at, text in told:
+        if " died" in text:
+            when = time.strftime("%H:%M:%S", time.localtime(at))
+            first.setdefault((text.partition(" died")[0], at // 60), f"{text} at {when}")
+    for seen in first.values():
+        yield Finding("warning", "death", seen, "its log says why, if it could")
 
 
 def _silent(peers: Sequence[Seen]) -> Iterator[Finding]:

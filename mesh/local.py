@@ -20,7 +20,7 @@ from mesh.identity import PeerCard
 from mesh.node import Node
 from mesh.observer import Observer
 from mesh.peer import WARNING
-from mesh.plan import Plan
+from mesh.plan import Plan, victim
 from mesh.rundir import RunDir, fresh
 
 PR_SET_PDEATHSIG = 1
@@ -205,10 +205,10 @@ class Local:
         step = self.seen.step
         self.plan.see(step, time.monotonic())
         if self.plan.kill_now():
-            victim = next((c for c in reversed(self.children) if c.role == "rollout" and c.code is None), None)
-            if victim:
-                os.kill(victim.process.pid, signal.SIGKILL)
-                self._mark(step, f"{victim.name} killed (SIGKILL)")
+            running = {c.name: c for c in self._of("rollout") if c.code is None}
+            if name := victim(list(running), self.joined):
+                os.kill(running[name].process.pid, signal.SIGKILL)
+                self._mark(step, f"{name} killed (SIGKILL)")
         if self.plan.add_now(self.start_s):
             number = sum(c.role == "rollout" for c in self.children)
             name = f"rollout-{number}@{socket.gethostname()}"

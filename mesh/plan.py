@@ -1,6 +1,7 @@
 """When a local mesh kills a rollout and starts another: the demonstration of ``mesh up``, pure."""
 
 from collections import deque
+from collections.abc import Collection, Sequence
 
 PACE_S = 10.0  # over which the pace of the steps is measured
 
@@ -40,3 +41,8 @@ class Plan:
         due = bool(self.add_step and self._seen and self._seen[-1][1] > 0 and ahead >= self.add_step)
         self.add_step = 0 if due else self.add_step
         return due
+
+
+def victim(running: Sequence[str], joined: Collection[str]) -> str | None:
+    """Whom to kill of the rollouts that run, in the order of their start: the newest that works already."""
+    return next((name for name in reversed(running) if name in joined), None)

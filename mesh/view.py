@@ -13,6 +13,7 @@ from mesh.identity import PeerCard, PeerId
 from transport.messages import Status
 
 BARS = " ▁▂▃▄▅▆▇█"
+NARROW = 80  # columns that everything fits
 SUMMED = ("tokens_per_s", "superseded")  # over the trainers
 
 
@@ -53,7 +54,11 @@ def draw(seen: Seen, width: int = 80) -> Group:
     """The whole view, about 24 lines high."""
     status = seen.trainer()
     return Group(
-        _headline(seen, status), _peers(seen), _curve(seen, status, width), _accounts(status), _events(seen, status)
+        _headline(seen, status),
+        _peers(seen, width),
+        _curve(seen, status, width),
+        _accounts(status),
+        _events(seen, status),
     )
 
 
@@ -103,17 +108,11 @@ def _headline(seen: Seen, status: Status | None) -> Panel:
     )
 
 
-def _peers(seen: Seen) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=True)
-    for name, right in (
-        ("peer", 0),
-        ("state", 0),
-        ("version", 1),
-        ("tokens/s", 1),
-        ("groups", 1),
-        ("probe", 1),
-    ):
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+def _peers(seen: Seen, width: int) -> Table:
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, header_style="dim")
+    for name in ("peer", "state", "version", "tokens/s", "groups", "probe"):
+        table.add_column(name, justify="left" if name in ("peer", "state") else "right", no_wrap=True)
+    more = max(0, width - NARROW) // 2  # names and states give way to the numbers
     for card in sorted(seen.cards.values(), key=lambda c: (c.role != "trainer", c.name)):
         if card.role == "observer":
             continue
@@ -121,16 +120,20 @@ def _peers(seen: Seen) -> Table:
         f = status.figures if status else {}
         version = (status.version if status else None) or card.version
         table.add_row(
-            _name(card),
-            Text(status.state if status else "…", style="green" if status else "dim"),
+            _cut(_name(card), 20 + more),
+            Text(_cut(status.state if status else "…", 22 + more), style="green" if status else "dim"),
             str(version) if version else "–",
             f"{f.get('tokens_per_s', 0):,.0f}" if status else "",
             f"{f.get('groups', 0):.0f}" if status else "",
             f"{f['probe_difference']:.1e}" if "probe_difference" in f else "",
         )
     for name, how in sorted(seen.gone.items()):
-        table.add_row(Text(name, style="red"), Text(how, style="red"))
+        table.add_row(Text(_cut(name, 20 + more), style="red"), Text(_cut(how, 22 + more), style="red"))
     return table
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def _name(card: PeerCard) -> str:

@@ -73,11 +73,16 @@ def test_each_fault_is_found_alone_and_says_what_to_change(peers, level, what, s
 def test_a_death_is_told_once_whoever_saw_it():
     import msgspec
 
-    dead = [(1000.0, "! r died"), (1001.0, "s joined")]
-    seen = [Seen(p.card, [msgspec.structs.replace(p.last, events=dead)], 0.1) for p in (trainer(), peer("s"))]
+    def saw(p, at, text):
+        return Seen(p.card, [msgspec.structs.replace(p.last, events=[(at, text), (at + 1, "s joined")])], 0.1)
+
+    seen = [
+        saw(trainer(), 1000.0, "! r died: did not answer t, s"),
+        saw(peer("s"), 1000.2, "! r died: did not answer s, t"),
+    ]
     [found] = complaints(*seen)
     assert (found.level, found.what) == ("warning", "death")
-    assert found.seen.startswith("r died at ")
+    assert found.seen.startswith("r died: did not answer t, s at ")
 
 
 def test_the_exit_code_is_that_of_the_worst(capsys):

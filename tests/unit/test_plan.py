@@ -1,6 +1,6 @@
 """The kill and the join that ``mesh up`` plans."""
 
-from mesh.plan import Plan
+from mesh.plan import Plan, victim
 
 
 def test_the_kill_comes_once_at_its_step():
@@ -32,3 +32,9 @@ def test_nothing_is_planned_before_the_first_step_or_without_being_asked():
     plan.see(200, 1.0)
     assert not plan.kill_now()
     assert not plan.add_now(start_s=1.0)
+
+
+def test_a_rollout_that_works_is_killed_not_one_that_still_starts():
+    assert victim(["r0", "r1", "r2"], {"r0", "r1"}) == "r1"
+    assert victim(["r0"], {"r0", "r1"}) == "r0"
+    assert victim(["r2"], {"r0"}) is None
