@@ -10,7 +10,7 @@ TORCH_INDEX ?=
 VLLM ?= 0.32
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: help demo test vllm smollm2 lint format smoke sim sim-scale chaos fuzz soak clean
+.PHONY: help demo test vllm smollm2 lint format smoke bench bench-long bench-check sim sim-scale chaos fuzz soak clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 12
@@ -43,6 +43,21 @@ format: $(VENV)/.installed ## rewrite in the project's style
 
 smoke: $(VENV)/.installed ## the costs of the mesh as ratios, measured in one run
 	$(BIN)/python benchmarks/smoke.py
+
+# Each script is a process of its own, one after the other; one that fails does not keep the others from their turn.
+BENCH := smoke
+BENCH_LONG := recovery
+each = failed=; for name in $(1); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || failed="$$failed $$name"; done; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+bench: $(VENV)/.installed ## all benchmarks but the long ones; each prints a table and writes results/NAME.json and .png
+	@$(call each,$(BENCH))
+
+bench-long: $(VENV)/.installed ## the other benchmarks, hours
+	@$(call each,$(BENCH_LONG))
+
+bench-check: $(VENV)/.installed ## what got slower since the baseline in benchmarks/results/quick was committed
+	$(BIN)/python benchmarks/check.py $(BENCH)
 
 SEEDS ?= 10000
 sim: $(VENV)/.installed ## the protocols on a simulated network: SEEDS=10000 or 500-999; SEED=17 replays one (SCENARIO=mesh)

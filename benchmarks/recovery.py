@@ -3,8 +3,7 @@
 A mesh of two trainers and three rollouts trains the quickstart; by turns one peer is killed (SIGKILL), the others go on
 without it for a while, and a new one takes its place. Everything is compared with the same run undisturbed, just before
 the death, and with what is done where a death ends the job: all of it is stopped and started again from its checkpoint.
-README.md beside this file says what each line means. The table is printed, and all values are written to
-``results/recovery.json``.
+README.md beside this file says what each line means.
 """
 
 import argparse
@@ -18,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from parts.job import Job
-from parts.measure import ROOT, Result, Spread, compare, environment
-from parts.report import tell
+from parts.measure import ROOT, Result, Spread, compare
+from parts.picture import Panel, point
+from parts.script import Findings, flags, run
 
 from mesh.presets import PRESETS
 
 CONFIG = ROOT / "configs/quickstart.toml"
-RESULTS = Path(__file__).parent / "results/recovery.json"
 TRAINERS, ROLLOUTS = 2, 3
 ENDLESS = ["run.steps=1000000", "task.heldout_prompts=0", "evaluation.every_steps=0"]
 DEATHS = ("a rollout", "a trainer", "the publisher")
@@ -45,28 +44,33 @@ class Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round, short windows: does it work at all?")
+    parser = flags(__file__, __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of all deaths, about five minutes each")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the values go (JSON)")
-    arguments = parser.parse_args()
+    run(parser, measure)
+
+
+def measure(arguments: argparse.Namespace) -> Findings:
     rounds, window_s = (1, 5.0) if arguments.quick else (arguments.rounds, 20.0)
-    where, began = environment(), time.time()
     directory = Path(tempfile.mkdtemp(prefix="mesh-recovery-"))
     job = Job(directory / "run", CONFIG, TRAINERS, ROLLOUTS, ENDLESS)
     try:
-        found = measure(job, rounds, window_s)
+        found = kill(job, rounds, window_s)
     except BaseException:
         print(f"what was written so far is in {directory}", file=sys.stderr)
         raise
     finally:
         job.close()
     shutil.rmtree(directory)
-    what = "benchmarks/recovery.py" + (" --quick" if arguments.quick else f" --rounds {rounds}")
-    tell(what, results(found, window_s), where, began, arguments.out)
+    ours, theirs = (found[name] for name in DEATHS), [found[RESTART]] * len(DEATHS)
+    next_s = {
+        name: [point(i, Spread.of(f.next_s)) for i, f in enumerate(which)]
+        for name, which in (("the mesh goes on", ours), ("all is started again", theirs))
+    }
+    panel = Panel("from a death to the next step", "seconds", lines=next_s, ticks=list(DEATHS), log_y=True)
+    return Findings(results(found, window_s), [panel])
 
 
-def measure(job: Job, rounds: int, window_s: float) -> dict[str, Found]:
+def kill(job: Job, rounds: int, window_s: float) -> dict[str, Found]:
     found = {name: Found() for name in (*DEATHS, RESTART)}
     job.soon(job.whole, "all peers work")
     for i in range(rounds):
@@ -133,7 +137,16 @@ def results(found: dict[str, Found], window_s: float) -> list[Result]:
 
         def row(what: str, mesh: Sequence[float], f: Found = f, name: str = name, **rest) -> Result:
             what = f"steps a minute, {name} killed{' and started again' if f is restart else ''}: {what}"
-            return compare(what, "1/min", mesh, f.before, "undisturbed, just before", settings=settings, **rest)
+            return compare(
+                what,
+                "1/min",
+                mesh,
+                f.before,
+                "undisturbed, just before",
+                settings=settings,
+                more_is_better=True,
+                **rest,
+            )
 
         rows.append(row("from the death on", f.during, details={"longest_pause_s": Spread.of(f.pause_s).median}))
         if f.noticed:

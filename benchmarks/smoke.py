@@ -1,7 +1,7 @@
 """The costs of the mesh as ratios, measured in one run: ``make smoke``.
 
 Each line compares the mesh with the least that could do the same, by turns, on this machine. README.md beside this file
-says what each line means. The table is printed, and all values are written to ``results/smoke.json``.
+says what each line means.
 """
 
 import argparse
@@ -13,30 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parts import delivery, footprint, throughput, weights
-from parts.measure import ROOT, Result, Spread, environment
+from parts.measure import ROOT, Result, Spread
 from parts.mesh_run import MeshRun, mesh_run
-from parts.report import tell
+from parts.picture import Panel, point
+from parts.script import Findings, flags, run
 
 PARTS = ("weights", "delivery", "throughput", "demo", "help", "memory")
-RESULTS = Path(__file__).parent / "results/smoke.json"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few repetitions, short runs: does it work at all?")
+    parser = flags(__file__, __doc__)
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas: {', '.join(PARTS)}")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the values go (JSON)")
-    arguments = parser.parse_args()
-    wanted = arguments.only.split(",")
+    run(parser, measure)
+
+
+def measure(arguments: argparse.Namespace) -> Findings:
+    quick, wanted = arguments.quick, arguments.only.split(",")
     if unknown := set(wanted) - set(PARTS):
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
-    where, began = environment(), time.time()
-    results = measure(wanted, arguments.quick)
-    what = "benchmarks/smoke.py" + (" --quick" if arguments.quick else "")
-    tell(what, results, where, began, arguments.out)
-
-
-def measure(wanted: list[str], quick: bool) -> list[Result]:
+        raise SystemExit(f"unknown part {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
     directory = Path(tempfile.mkdtemp(prefix="mesh-smoke-"))
     seen: list[MeshRun] = []
     parts: dict[str, Callable[[], list[Result]]] = {
@@ -57,7 +51,15 @@ def measure(wanted: list[str], quick: bool) -> list[Result]:
         print(f"what was written so far is in {directory}", file=sys.stderr)
         raise
     shutil.rmtree(directory)
-    return results
+    return Findings(results, [picture(results)])
+
+
+def picture(results: list[Result]) -> Panel:
+    """What the mesh needs, in units of what the least needs that could do the same."""
+    rows = [(r.name, r.ratio) for r in results if r.ratio is not None]
+    lines = {"": [point(i, ratio) for i, (_, ratio) in enumerate(rows)]}
+    title, level = "the mesh, next to the least that could do the same", "the same"
+    return Panel(title, "times", lines=lines, ticks=[name for name, _ in rows], log_y=True, level=1, level_name=level)
 
 
 def demo(directory: Path, quick: bool, seen: list[MeshRun]) -> Result:

@@ -35,7 +35,7 @@ class Result:
     """One line of the table: what the mesh needs, what the reference needs, and the ratio of the two.
 
     ``ratio`` is taken round by round, where a round measured both. ``aim`` is what the project asks for. ``details``
-    are further numbers, ``settings`` what was measured with."""
+    are further numbers, ``settings`` what was measured with, seeds included. ``more_is_better``: of throughputs."""
 
     name: str
     unit: str
@@ -46,6 +46,7 @@ class Result:
     aim: str = ""
     details: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    more_is_better: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

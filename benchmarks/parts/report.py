@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from parts.measure import Result
+from parts.picture import Panel
 
 BUSY = 0.3  # load average before the benchmark from which on the numbers are doubtful
 
 
-def tell(what: str, results: list[Result], where: dict[str, Any], began: float, out: Path) -> None:
+def tell(
+    what: str, results: list[Result], where: dict[str, Any], began: float, out: Path, panels: Sequence[Panel] = ()
+) -> None:
     """``where`` is the environment before the benchmark, ``began`` the time at which it did."""
     report = {
         "what": what,
@@ -21,6 +25,7 @@ def tell(what: str, results: list[Result], where: dict[str, Any], began: float, 
         "seconds": time.time() - began,
         "environment": where,
         "results": [result.as_dict() for result in results],
+        "panels": [panel.as_dict() for panel in panels],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")

@@ -46,6 +46,7 @@ def measure(directory: Path, rounds: int, quick: bool) -> list[Result]:
             name,
             details={"processor_s_a_step": _processor(runs, steps), "waited": [r.waited_share(WARM) for r in runs]},
             settings={"config": CONFIG.name, "steps": steps, "from_step": WARM, "without": WITHOUT},
+            more_is_better=True,
         )
         for name in loops
     ]
