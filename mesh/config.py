@@ -49,6 +49,7 @@ class Rollout(Struct, forbid_unknown_fields=True):
     vllm: dict[str, Any] = {}  # arguments of vLLM's engine, as its own documentation names them
     reward_timeout_s: float = 10.0  # a verifier that takes longer is killed
     reward_workers: int = 1  # processes that run the verifier
+    engine_restarts: int = 2  # within an hour; a rollout whose engine ends once more leaves
     threads: int = 0  # CPU threads of the engine; 0: cores over peers on this machine
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: that of the wire
 
@@ -208,7 +209,8 @@ LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         rollout.max_batch rollout.reward_workers trainer.groups_per_step trainer.micro_batch_tokens
         weights.bucket_mib mesh.trainers mesh.min_trainers mesh.min_rollouts"""),
     ("at least 2", lambda v: v >= 2, "trainer.group_size weights.probe_tokens"),
-    ("at least 0", lambda v: v >= 0, """run.seed task.seed task.heldout_prompts rollout.threads trainer.threads
+    ("at least 0", lambda v: v >= 0, """run.seed task.seed task.heldout_prompts rollout.threads
+        rollout.engine_restarts trainer.threads
         trainer.warmup_steps trainer.weight_decay trainer.max_grad_norm trainer.negative_max_drift trainer.retries
         evaluation.every_steps evaluation.temperature checkpoint.every_steps checkpoint.keep weights.probe_floor"""),
     ("between 0 and 64", lambda v: 0 <= v <= 64, "trainer.max_lag"),

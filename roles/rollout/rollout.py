@@ -28,6 +28,7 @@ from roles.models import files_digest
 from roles.rollout.changed import Changed
 from roles.rollout.engines import load_engine
 from roles.rollout.engines.base import Engine, EngineDead, Request, RequestFailed
+from roles.rollout.restarts import Restarts
 from roles.rollout.rewards import RewardPool
 from roles.rollout.setbacks import Setbacks, described
 from roles.rollout.tasks import load_task
@@ -46,13 +47,16 @@ FIGURES_S = 5.0
 class Rollout:
     """The work of one rollout peer. Everything but the handlers marked *loop* runs on the asyncio loop."""
 
-    def __init__(self, node: Node, peer: Any, engine: Engine, receiver: Receiver, task: Task, tokenizer: Any):
+    def __init__(
+        self, node: Node, peer: Any, engine: Engine, receiver: Receiver, task: Task, tokenizer: Any, restarts: Restarts
+    ):
         self.node, self.peer, self.config = node, peer, node.config
         self.engine, self.receiver, self.task, self.tokenizer = engine, receiver, task, tokenizer
         self.delivery = RolloutDelivery(self.config.rollout.groups_in_flight, max_lag=self.config.trainer.max_lag)
         self.rewards = RewardPool(self.config.task, self.config.rollout)
         self.metrics = MetricsWriter(node.run.path, node.name, tensorboard=False)
         self.setbacks = Setbacks()
+        self.restarts = restarts
         self.tasks: dict[tuple[PeerId, CreditId], asyncio.Task] = {}
         self.pins: dict[Version, int] = {}
         self.unsent: collections.deque[Send] = collections.deque()
@@ -134,8 +138,7 @@ class Rollout:
         self._changed = Changed()
         self.node.stop.on_stop(self.look_again)
         await self.rewards.start()
-        prover = Prover(probe_floor(self.config))
-        self.engine.start(_Source(self), prover)
+        self.engine.start(_Source(self), Prover(probe_floor(self.config)))
         self.node.join(self.peer)
         waiting = "" if self.peer.live("trainer") else ", waiting for a trainer"
         self.peer.log.info(
@@ -160,7 +163,7 @@ class Rollout:
             if self.rewards.failure is not None:
                 raise self.rewards.failure
             if self.engine.failure is not None:
-                raise EngineDead(self._obituary(self.engine.failure)) from self.engine.failure
+                self._restart_engine(self.engine.failure)
             if hopeless := self.setbacks.hopeless():
                 raise GivenUp(hopeless)
             if (short := self.peer.short) is not None and short.over:
@@ -170,6 +173,27 @@ class Rollout:
                 next_figures = now + FIGURES_S
                 self.metrics.row(self._step(), self._figures())
             await self._changed.wait(WAIT_STEP_S)
+
+    def _restart_engine(self, failure: BaseException) -> None:
+        """Called again and again while the engine is dead: a new one takes its place, and gets the newest version.
+        Raises EngineDead when that was tried often enough."""
+        if self.restarts.starting is None:
+            nth = self.restarts.begin(time.monotonic())
+            if not nth:
+                raise EngineDead(self._obituary(failure)) from failure
+            self.peer.note(f"{self._cause(failure)}; it is started again, {nth} of {self.restarts.allowed}", "warning")
+            self.pause("its engine is started again")
+            self.engine.close()
+        try:
+            engine = self.restarts.started()
+        except Exception as e:  # its end is looked at like the first one
+            self.engine.failure = e
+            return
+        if engine is not None:
+            engine.figures.go_on_from(self.engine.figures)
+            self.engine = engine
+            engine.start(_Source(self), Prover(probe_floor(self.config)))
+            self.receiver.forget()
 
     def look_again(self) -> None:
         """Any thread: whoever waits, for a version or for the end, looks again, all in one turn of the loop."""
@@ -365,14 +389,17 @@ class Rollout:
             events=list(self.peer.events)[-5:],
         )
 
-    def _obituary(self, failure: BaseException) -> str:
+    def _cause(self, failure: BaseException) -> str:
         card = self.peer.card
         how = " ".join(str(failure).split()) or type(failure).__name__
-        return f"the engine of {card.name} on {card.host} has ended: {how}; start this rollout again"
+        return f"the engine of {card.name} on {card.host} has ended: {how}"
+
+    def _obituary(self, failure: BaseException) -> str:
+        return f"{self._cause(failure)}; start this rollout again"
 
     def _state(self) -> str:
         if self.engine.failure is not None:
-            return "engine dead"
+            return "engine dead" if self.restarts.starting is None else "engine is started again"
         if self.unproven:
             return f"unproven: {self.unproven}"[:60]
         if self.peer.short is not None:
@@ -425,18 +452,20 @@ def main(node: Node) -> int:
     device = device_of(node.launch)
     backend = backend_of(node.config.weights.backend, device)
     engine, tokenizer = load_engine(node.config, device)
+    restarts = Restarts(lambda: load_engine(node.config, device)[0], node.config.rollout.engine_restarts)
     check_prompts(task, tokenizer, engine, node.config.rollout.max_new_tokens)
     peer = node.peer(model=files_digest(node.config), data=task.digest)
     receiver = Receiver(
         peer, node.config.weights, group_builder(peer, backend), engine_build=engine.build, new_buffer=engine.new_flat
     )
+    rollout = Rollout(node, peer, engine, receiver, task, tokenizer, restarts)
     reason = parting(None)
     try:
-        return asyncio.run(Rollout(node, peer, engine, receiver, task, tokenizer).run())
+        return asyncio.run(rollout.run())
     except BaseException as e:
         reason = parting(e)
         raise
     finally:
-        engine.close()
+        rollout.engine.close()
         receiver.close()
         peer.leave(reason)

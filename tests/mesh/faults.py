@@ -69,14 +69,13 @@ def engine_process():
     from roles.rollout.engines.transformers import TransformersEngine
 
     turn = TransformersEngine._turn
-    helpers = []
 
     def helped(self):
-        if not helpers:
+        if not hasattr(self, "helper"):
             command = [sys.executable, "-c", HELPER]
-            helpers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0))
-            (GATE / "engine").write_text(str(helpers[0].pid))
-        helper = helpers[0]
+            self.helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            (GATE / "engine").write_text(str(self.helper.pid))
+        helper = self.helper
         try:
             helper.stdin.write(b"?")
             alive = helper.stdout.read(1)

@@ -759,15 +759,19 @@ def test_a_restarted_engine_gets_the_highest_version_again_but_none_below():
         get(r, v(number))
         r.take()
         r.applied(v(number), True, 0.0)
-    report = report_of(r.forget(0.1))
-    assert (report.verified, report.proved) == (None, None)
+    effects = r.forget(0.1)
+    assert of(effects, Offer) == [Offer(v(1), 1)]
+    report = report_of(effects)
+    assert (report.verified, report.proved) == (v(1), None)
     assert of(r.announced("t", announce(v(0)), 0.2), Refuse)
-    assert report_of(r.announced("t", announce(v(1), 2), 0.3)).ready_for == v(1)
+    assert taken(r) == (v(1), 1)
+    effects = r.forget(0.3)  # it ended again, with a version in its hands
+    assert of(effects, Offer) == [Offer(v(1), 1)]
     p = formed(A)
     sent(p, v(1), "a")
     p.report("a", Report(B1, verified=v(1), proved=v(1)), 0.1)
     assert p.proved_by(v(1)) == ("a",)
-    assert of(p.report("a", report, 0.2), AnnounceTo) == [AnnounceTo("a", B1, v(1), 2, 0)]
+    assert of(p.report("a", Report(B1), 0.2), AnnounceTo) == [AnnounceTo("a", B1, v(1), 2, 0)]
     assert p.proved_by(v(1)) == ()
 
 

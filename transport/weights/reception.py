@@ -304,10 +304,12 @@ class ReceiverSchedule:
 
     def forget(self, now: float) -> list[Any]:
         """The engine holds nothing any more (it was restarted, or is to load and prove its version afresh): report so,
-        and the newest version comes again."""
+        and the newest version comes again, from the buffer it lies in or else from the publisher."""
         self.verified = self.proved = None
         self._proof = {}
-        return self._report(now)
+        newest = self._shadows.given_back()
+        effects = self._offer(*newest) if newest is not None else []
+        return [*effects, *self._report(now)]
 
     def tick(self, now: float) -> list[Any]:
         return [*self._pulling(lambda pull: pull.tick(now), now), *self._report(now)]

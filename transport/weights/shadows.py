@@ -58,6 +58,14 @@ class Shadows:
             (s.version for s in self.all if s.use in ("offered", "taken") and s.version is not None), default=None
         )
 
+    def given_back(self) -> tuple[int, Announce] | None:
+        """Nobody holds a buffer any more: what was taken is kept. Returns the newest that is whole."""
+        whole = [(s.version, i, s.announce) for i, s in enumerate(self.all) if s.use in WHOLE]
+        for _, i, a in whole:
+            if self.all[i].use == "taken":
+                self.put(i, "kept", a)
+        return max(((i, a) for v, i, a in whole if a is not None), key=lambda found: found[1].version, default=None)
+
     def alike(self, a: Announce) -> int | None:
         """The buffer that holds the very weights of ``a``, perhaps under another name: a new term publishes what it
         holds, and that is often what was published last."""

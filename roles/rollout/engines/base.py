@@ -121,6 +121,14 @@ class Figures:
     prompt_tokens: int = 0  # of engines with a prefix cache
     prompt_tokens_cached: int = 0
 
+    def go_on_from(self, before: "Figures") -> None:
+        """Count on from those of an engine that this one replaces."""
+        for name, value in vars(before).items():
+            if name in ("longest_gap_s", "takeover_longest_s"):
+                setattr(self, name, max(value, getattr(self, name)))
+            elif name not in ("running", "queued"):
+                setattr(self, name, value + getattr(self, name))
+
     def as_dict(self) -> dict[str, float]:
         """For the metrics; ``prefix_hit_rate``: of all prompt tokens, the share that was found in the prefix cache."""
         figures = {name: float(value) for name, value in vars(self).items()}
