@@ -4,7 +4,7 @@
 waits, and ages. So the window starts at one batch (generation and training take turns) and grows a quarter of a batch
 a step while the trainer waits for more than ``wait_target`` of its step *and* the window is what held rollouts back: a
 trainer that waits because every rollout is busy would gain nothing. It shrinks a sixteenth of a batch a step while the
-trainer has lost less than half of the target over the last steps together, so that it settles just above what is needed.
+trainer has lost less than half of the target over the last steps together: so it settles just above what is needed.
 A size too small by one can cost the sampling of a whole batch at once: if the next step, which waits for nothing, were
 reason enough to shrink again, that wait would come back every few steps.
 """
