@@ -314,6 +314,7 @@ def paced_engine(net: Any, draws: Iterator[float], kept: Path) -> Any:
             self._spans: dict[int, list[tuple[int, Any]]] = {}  # by tie-break: from which token on, which version
             self._count = 0
             self._drawn: list[float] = []
+            self.stalls: list[float] = []  # seconds of each take-over, its proof included
             self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
         def check(self, request: Any) -> None: ...
@@ -411,6 +412,7 @@ def paced_engine(net: Any, draws: Iterator[float], kept: Path) -> Any:
                 self.source.refused(arrived, proof)
                 return
             stall = time.perf_counter() - began
+            self.stalls.append(stall)
             self.version, self.state = arrived.version, "ready"
             for i, (end, key, seconds, p) in enumerate(self._running):  # all by the same: it stays a heap
                 done = min(TOKENS - 1, max(0, int(TOKENS * (1 - (end - began) / seconds))))
