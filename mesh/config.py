@@ -42,6 +42,8 @@ class Task(Struct, forbid_unknown_fields=True):
 class Rollout(Struct, forbid_unknown_fields=True):
     engine: Literal["auto", "transformers", "vllm"] = "auto"  # auto: vllm where it is installed
     temperature: float = 1.0  # 1 samples the policy itself
+    top_p: float = 1.0  # below 1 samples are cut to the likeliest tokens, which biases the gradient; vllm
+    accept_bias: bool = False  # without it top_p below 1 is refused
     max_new_tokens: int = 256  # per completion
     groups_in_flight: int = 16  # groups one rollout works on at a time
     max_batch: int = 256  # sequences in one forward of the engine
@@ -213,6 +215,7 @@ LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         rollout.engine_restarts trainer.threads
         trainer.warmup_steps trainer.weight_decay trainer.max_grad_norm trainer.negative_max_drift trainer.retries
         evaluation.every_steps evaluation.temperature checkpoint.every_steps checkpoint.keep weights.probe_floor"""),
+    ("above 0 and at most 1", lambda v: 0 < v <= 1, "rollout.top_p"),
     ("between 0 and 64", lambda v: 0 <= v <= 64, "trainer.max_lag"),
     ("between 0 and 65535", lambda v: 0 <= v <= 65535, "mesh.port"),
     ("at least 0 and less than 1", lambda v: 0 <= v < 1, "trainer.adam_beta1 trainer.adam_beta2"),
@@ -237,6 +240,11 @@ def _check(c: Config, where: str) -> None:
             if isinstance(value, float):
                 need(math.isfinite(value), f"{section.name}.{setting}", value, "a finite number")
                 need(value > 0 or not setting.endswith("_s"), f"{section.name}.{setting}", value, "positive")
+    if c.rollout.top_p < 1 and not c.rollout.accept_bias:
+        raise ValueError(
+            f"{where}: rollout.top_p = {c.rollout.top_p} samples from another distribution than is trained; "
+            "leave it at 1, or set rollout.accept_bias = true"
+        )
     for allowed, holds, keys in LIMITS:
         for key in keys.split():
             value = operator.attrgetter(key)(c)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from mesh.config import Rollout as RolloutSettings
 from mesh.effects import Send
 from mesh.exits import FINISHED, GivenUp, Requeue, parting
 from mesh.identity import PeerCard, PeerId
@@ -319,6 +320,7 @@ class Rollout:
             index=index,
             max_new_tokens=settings.max_new_tokens,
             temperature=self.config.evaluation.temperature if credit.evaluation else settings.temperature,
+            top_p=1.0 if credit.evaluation else settings.top_p,
             pinned=credit.min_version if credit.evaluation else None,
             encoded=(prompt.content, tokens),
         )
@@ -438,12 +440,12 @@ def probe_floor(config: Any) -> float:
     return 0.1 if narrow else 1e-3
 
 
-def check_prompts(task: Task, tokenizer: Any, engine: Engine, max_new_tokens: int) -> None:
+def check_prompts(task: Task, tokenizer: Any, engine: Engine, settings: RolloutSettings) -> None:
     """Whether the first prompt of each kind can be encoded and sampled. Raises ValueError, in one line."""
     for prompts in (task.train, task.heldout):
         if len(prompts):
             tokens = encode(prompts[0].content, tokenizer)
-            engine.check(Request(prompt=tokens, max_new_tokens=max_new_tokens))
+            engine.check(Request(prompt=tokens, max_new_tokens=settings.max_new_tokens, top_p=settings.top_p))
 
 
 def main(node: Node) -> int:
@@ -453,7 +455,7 @@ def main(node: Node) -> int:
     backend = backend_of(node.config.weights.backend, device)
     engine, tokenizer = load_engine(node.config, device)
     restarts = Restarts(lambda: load_engine(node.config, device)[0], node.config.rollout.engine_restarts)
-    check_prompts(task, tokenizer, engine, node.config.rollout.max_new_tokens)
+    check_prompts(task, tokenizer, engine, node.config.rollout)
     peer = node.peer(model=files_digest(node.config), data=task.digest)
     receiver = Receiver(
         peer, node.config.weights, group_builder(peer, backend), engine_build=engine.build, new_buffer=engine.new_flat

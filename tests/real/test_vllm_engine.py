@@ -217,6 +217,14 @@ def test_what_old_weights_cached_of_a_prompt_is_not_found_by_new_ones(shared_eng
     assert shared_engine.real.figures.prompt_tokens_cached >= cached + 256
 
 
+def test_a_group_shares_its_prompt(shared_engine):
+    shared_engine.put(llama(5))
+    (asked,) = requests(1, seed=77, length=300)
+    before = shared_engine.real.figures.prompt_tokens_cached
+    shared_engine.sample(*(dataclasses.replace(asked, seed=i) for i in range(4)))
+    assert shared_engine.real.figures.prompt_tokens_cached == before + 3 * 256
+
+
 def test_a_request_that_cannot_be_served_fails_alone_and_an_aborted_one_brings_what_it_has(shared_engine):
     shared_engine.put(llama(7))
     real = shared_engine.real

@@ -51,6 +51,10 @@ def test_the_settings_printed_are_the_settings_read(tmp_path: Path) -> None:
         ("[trainer]\ngroup_size = 1", "trainer.group_size = 1 must be at least 2"),
         ("[trainer]\nmax_lag = -1", "trainer.max_lag = -1 must be between"),
         ("[rollout]\ntemperature = 0", "rollout.temperature = 0.0 must be positive"),
+        (
+            "[rollout]\ntop_p = 0.9",
+            "rollout.top_p = 0.9 samples from another distribution .* rollout.accept_bias = true",
+        ),
         ("[run]\nsteps = 0", "run.steps = 0 must be at least 1"),
         ("[run", "is not valid TOML"),
     ],

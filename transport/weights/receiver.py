@@ -275,6 +275,8 @@ class Receiver:
 
     def _learned(self, manifest: Manifest, shadows: list[Tensor]) -> None:
         self._manifest, self._shadows = manifest, shadows
+        kind = "pinned host memory" if shadows[0].is_pinned() else "host memory"
+        self._port.note(f"new weights arrive in {SHADOWS} x {manifest.nbytes / 2**20:.1f} MiB of {kind}")
         self._schedule.manifest_known(manifest.digest, manifest.nbytes)
 
     def _unlearned(self, text: str) -> None:

@@ -40,14 +40,16 @@ class RequestFailed(RuntimeError):
 class Request:
     """One completion to sample.
 
-    ``prompt``: int32 token ids of shape (n,), n >= 1. ``temperature`` 0 takes the likeliest token. ``seed`` (uint64)
-    alone decides the draws. ``pinned``: sample under exactly this version; the engine takes no other while the request
-    runs, and fails it with RequestFailed when the version has passed already.
+    ``prompt``: int32 token ids of shape (n,), n >= 1. ``temperature`` 0 takes the likeliest token; ``top_p`` below 1
+    keeps to the likeliest ones. ``seed`` (uint64) alone decides the draws. ``pinned``: sample under exactly this
+    version; the engine takes no other while the request runs, and fails it with RequestFailed when the version has
+    passed already.
     """
 
     prompt: np.ndarray
     max_new_tokens: int
     temperature: float = 1.0
+    top_p: float = 1.0
     seed: int = 0
     pinned: Version | None = None
 

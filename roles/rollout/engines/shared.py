@@ -4,11 +4,14 @@ A buffer is an anonymous file, found under the maker's open descriptors: it has 
 the maker is killed, and no other user can open it.
 """
 
+import logging
 import mmap
 import os
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 _opened: dict[str, Tensor] = {}
 _paths: dict[int, str] = {}
@@ -29,15 +32,24 @@ def path_of(flat: Tensor) -> str:
     return _paths[flat.data_ptr()]
 
 
-def opened(path: str, nbytes: int) -> Tensor:
-    """The buffer of another process, mapped once."""
+def opened(path: str, nbytes: int, *, pin: bool = False) -> Tensor:
+    """The buffer of another process, mapped once. ``pin``: so that a GPU reads it without a copy in between."""
     if path not in _opened:
         fd = os.open(path, os.O_RDWR)
         try:
             _opened[path] = _mapped(fd, nbytes)
         finally:
             os.close(fd)
+        if pin:
+            _pin(_opened[path])
     return _opened[path]
+
+
+def _pin(flat: Tensor) -> None:
+    """Page-lock memory that others map too; where that is not allowed, copies to the GPU are slower."""
+    error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+    if error:
+        log.warning("%d bytes of shared memory cannot be pinned (CUDA error %d): updates take longer", len(flat), error)
 
 
 def _mapped(fd: int, nbytes: int) -> Tensor:

@@ -84,6 +84,8 @@ class TransformersEngine(Engine):
         self._thread.start()
 
     def check(self, request: Request) -> None:
+        if request.top_p < 1:
+            raise ValueError('rollout.top_p below 1 needs rollout.engine = "vllm"')
         check_request(request, self.longest, self._vocabulary)
 
     def submit(self, pending: list[Pending]) -> None:

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -56,6 +56,7 @@ PLUGIN = "mesh"
 CALL_S = 120.0  # for the workers to take a version over and to prove it
 DRAIN_S = 600.0  # on_update = "wait": for running completions to end
 POLL_S = 0.02
+LOOK_S = 0.5  # whether vLLM lives, while it is waited for
 OURS = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -262,8 +263,7 @@ class VllmEngine(Engine):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._woken.wait(), POLL_S)
         self._woken.clear()
-        if self._llm.errored:
-            raise RuntimeError("vLLM's engine process has ended; its last words are above")
+        self._alive()
         if self._begun.is_set() and not self._closing:
             self._arrived = self._arrived or self.source.offered()
             if self._arrived is not None and not self._held_for_evaluation():
@@ -317,6 +317,7 @@ class VllmEngine(Engine):
         request = serving.pending.request
         params = SamplingParams(
             temperature=request.temperature,
+            top_p=request.top_p,
             max_tokens=request.max_new_tokens,
             seed=request.seed & (2**63 - 1),
             stop_token_ids=self._eos,
@@ -377,8 +378,7 @@ class VllmEngine(Engine):
             proofs = [Proof(version=arrived.version, **fields) for fields in await self._rpc("mesh_prove", payload)]
             proof = next((p for p in proofs if not p.proved), proofs[0])
         except Exception as e:  # an update that fails half-way is refused like one that is not proved
-            if self._llm.errored:
-                raise
+            self._alive()
             reason = first_cause(e)
         if proof is None or not proof.proved:
             self.source.refused(arrived, proof or unproved(arrived.version, reason))
@@ -414,13 +414,13 @@ class VllmEngine(Engine):
     async def _load(self, version: Version, payload: bytes) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        async with asyncio.timeout(CALL_S):
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"payload": payload}))
-            await self._llm.finish_weight_update(label(version))
+        update = WeightTransferUpdateRequest(update_info={"payload": payload})
+        await self._answered(self._llm.start_weight_update())
+        await self._answered(self._llm.update_weights(update))
+        await self._answered(self._llm.finish_weight_update(label(version)))
 
     async def _rpc(self, name: str, payload: bytes) -> list[Any]:
-        return await self._llm.collective_rpc(name, timeout=CALL_S, args=(payload,))
+        return await self._answered(self._llm.collective_rpc(name, timeout=CALL_S, args=(payload,)))
 
     async def _pause(self) -> None:
         """Between two steps. ``AsyncLLM.pause_generation`` does this and then sleeps for 20 ms."""
@@ -428,16 +428,33 @@ class VllmEngine(Engine):
             return
         self._paused = True
         mode = {"recompute": "keep"}.get(self.on_update, self.on_update)
-        async with asyncio.timeout(self._pause_s()):
-            await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=self.on_update == "recompute")
+        pause = self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=self.on_update == "recompute")
+        await self._answered(pause, self._pause_s())
 
     def _pause_s(self) -> float:
         return DRAIN_S if self.on_update == "wait" else CALL_S
 
     async def _resume(self) -> None:
-        async with asyncio.timeout(CALL_S):
-            await self._llm.resume_generation()
+        await self._answered(self._llm.resume_generation())
         self._paused = False
+
+    async def _answered(self, call: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
+        """What vLLM answers, within ``timeout_s`` (None: ``CALL_S``); one whose process has ended would never."""
+        deadline = time.monotonic() + (CALL_S if timeout_s is None else timeout_s)
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=LOOK_S)
+                self._alive()
+                if not task.done() and time.monotonic() > deadline:
+                    raise TimeoutError("vLLM did not answer")
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _alive(self) -> None:
+        if self._llm.errored:
+            raise RuntimeError("vLLM's engine process has ended; its last words are in this peer's output")
 
     def _held_for_evaluation(self) -> bool:
         if self.version is None:

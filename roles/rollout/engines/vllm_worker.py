@@ -97,7 +97,8 @@ class MeshTransfer(WeightTransferEngine[Nothing, Payload]):
     def receive_weights(self, update_info: Payload) -> None:
         update = decode(update_info.payload)
         manifest = Manifest.decode(update.manifest)
-        views = manifest.views(shared.opened(update.path, manifest.nbytes))
+        on_gpu = self.device.type != "cpu"
+        views = manifest.views(shared.opened(update.path, manifest.nbytes, pin=on_gpu))
         try:
             self.model.load_weights((name, views[name].to(self.device)) for e in manifest.entries for name in e.names)
         except BaseException:
@@ -227,6 +228,8 @@ def register() -> None:
     """vLLM calls this in each of its processes, by the entry point ``vllm.general_plugins``."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, MeshTransfer.__name__)
+    # Layers without weights of their own, such as a rotary embedding, are named on every update.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     owner = int(os.environ.get(OWNER, "0"))
     if owner and owner != os.getpid() and not _watching:
         _watching.append(threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True))

@@ -106,12 +106,13 @@ class Sampler:
         index: int,
         max_new_tokens: int,
         temperature: float,
+        top_p: float = 1.0,
         pinned: Version | None = None,
         encoded: tuple[str | Messages, np.ndarray] | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.encoded = engine, tokenizer, encoded
         self.seed, self.index, self.turn = seed, index, 0
-        self.left, self.temperature, self.pinned = max_new_tokens, temperature, pinned
+        self.left, self.temperature, self.top_p, self.pinned = max_new_tokens, temperature, top_p, pinned
 
     async def __call__(self, tokens: np.ndarray) -> Sampled:
         room = self.left
@@ -123,6 +124,7 @@ class Sampler:
             prompt=tokens,
             max_new_tokens=room,
             temperature=self.temperature,
+            top_p=self.top_p,
             seed=sample_seed(self.seed, self.index, self.turn),
             pinned=self.pinned,
         )
