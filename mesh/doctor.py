@@ -105,7 +105,7 @@ def _gpus() -> Finding:
 
 
 def _vllm() -> Finding:
-    from roles.rollout.engines.vllm_version import SUPPORTED, installed
+    from roles.rollout.engines.vllm_common import SUPPORTED, installed
 
     here = installed()
     if not here:

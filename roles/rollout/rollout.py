@@ -34,6 +34,7 @@ from roles.rollout.rewards import RewardPool
 from roles.rollout.setbacks import Setbacks, described
 from roles.rollout.tasks import load_task
 from roles.rollout.tasks.base import Prompt, Sampler, Task, Transcript, encode
+from transport import spans
 from transport.delivery import Abort, RolloutDelivery, RunOver, Start, admits
 from transport.evaluation import PASSED
 from transport.messages import Answer, Completion, Credit, CreditId, Group, Status
@@ -68,6 +69,7 @@ class Rollout:
         self.started = time.monotonic()
         self.rate = 0.0
         self._measured = (time.monotonic(), 0)
+        self._idle_since = time.perf_counter()
         peer.on(Answer, self._answer)
         peer.on_members(self._members)
         peer.on_departed(self._departed)
@@ -140,6 +142,8 @@ class Rollout:
         self.node.stop.on_stop(self.look_again)
         await self.rewards.start()
         self.engine.start(_Source(self), Prover(probe_floor(self.config)))
+        spans.open_file(self.node.run.path, peer=self.node.name, id=self.peer.id, role="rollout")
+        self._idle_since = time.perf_counter()
         self.node.join(self.peer)
         waiting = "" if self.peer.live("trainer") else ", waiting for a trainer"
         self.peer.log.info(
@@ -153,6 +157,7 @@ class Rollout:
             await self.rewards.close()
             self.metrics.row(self._step(), self._figures())
             self.metrics.close()
+            spans.flush()
         self.peer.note(f"leaving: {self.over}")
         return FINISHED
 
@@ -217,6 +222,8 @@ class Rollout:
             self.peer.update_card(highest_term=counter)
 
     def _start(self, starts: list[tuple[PeerId, Credit]]) -> None:
+        if not self.tasks:
+            spans.record("wait for credit", self._idle_since)
         for trainer, credit in starts:
             if credit.evaluation:
                 self._pin(credit.min_version)
@@ -259,6 +266,7 @@ class Rollout:
             self.peer.post(lambda: self._do(d.finished(trainer, credit.id, group, time.monotonic())))
         finally:
             self.tasks.pop((trainer, credit.id), None)
+            self._idle_since = time.perf_counter()
             if credit.evaluation:
                 self._unpin(credit.min_version)
 
@@ -269,15 +277,18 @@ class Rollout:
         prompt = prompts[credit.prompt]
         begun = await self._admitted(trainer, credit)
         self.peer.post(lambda: self.delivery.started(trainer, credit.id, begun))
-        start = time.time()
+        start, began = time.time(), time.perf_counter()
         tokens = encode(prompt.content, self.tokenizer)
         sampled = await asyncio.gather(
             *(self._completion(prompt, tokens, credit, i) for i in range(credit.size)), return_exceptions=True
         )
-        stop = time.time()
+        stop, generated = time.time(), time.perf_counter()
+        of = {"credit": credit.id, "trainer": trainer, "version": str(begun)}
+        spans.record("generate", began, generated, lane="credits", **of)
         if broken := [s for s in sampled if isinstance(s, BaseException)]:
             raise broken[0]  # a trainer takes whole groups only
         completions, reasons = await self._scored(prompt, [s for s in sampled if isinstance(s, Transcript)])
+        spans.record("score", generated, lane="credits", **of)
         versions = [span.version for c in completions for s in c.segments for span in s.spans]
         return Group(
             completions=completions,

@@ -44,6 +44,7 @@ from roles.trainer.acts import (
 from roles.trainer.company import Company
 from roles.trainer.handover import Confirmed, Giving, Loaded, Taking
 from roles.trainer.step import Timing
+from transport import spans
 from transport.accounts import Row
 from transport.formation import Formation, FormationBroken
 from transport.messages import Go, Member, Place, StateAsk, StateOffer, StateTaken, StateTell, StateTensors
@@ -379,6 +380,7 @@ class Gradients:
         if formation is None:
             self.peer.post(lambda: self._reduce_failed(reduce, "its group is gone"))
             return
+        began = time.perf_counter()
         try:
             gradient, slots = self._sum(formation, abandon, mine)
             members = [m.peer for m in formation.members]
@@ -387,6 +389,7 @@ class Gradients:
             reason = str(e)
             self.peer.post(lambda: self._reduce_failed(reduce, reason))
             return
+        spans.record("all-reduce", began, lane="gradients", step=reduce.step)
         whole = xxhash.xxh3_64(gradient.cpu().numpy().data)
         whole.update(slots.numpy().data)
         digest = whole.hexdigest()

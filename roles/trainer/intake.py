@@ -30,7 +30,18 @@ from roles.trainer.buffer import Buffer, Trajectory
 from roles.trainer.dataset import Dataset
 from roles.trainer.figures import evaluation_figures
 from roles.trainer.ledger import Ledger
-from transport.accounts import CLOSED_A_ROW, WHY_CHARS, Closed, ClosedPrompt, Row, RowGroup
+from transport import spans
+from transport.accounts import (
+    CLOSED_A_ROW,
+    WHY_CHARS,
+    Closed,
+    ClosedPrompt,
+    Delivered,
+    Ended,
+    Issued,
+    Row,
+    RowGroup,
+)
 from transport.credits import TrainerDelivery
 from transport.delivery import Dropped, Evaluated, Held, Record, tokens_of
 from transport.messages import Ask, Completion, CreditId, Delivery, Group
@@ -51,6 +62,7 @@ class Intake:
         self.vocabulary = vocabulary
         self.evaluation = _Results()
         self.taken: dict[CreditId, Trajectory] = {}
+        self.ordered: dict[CreditId, tuple[PeerId, float]] = {}  # to whom, and when
         self.closed: dict[tuple[int, int], ClosedPrompt] = {}  # not told to the other trainers yet
         self.superseded: list[Group] = []
         self.failures: collections.Counter[str] = collections.Counter()
@@ -89,6 +101,7 @@ class Intake:
             match effect:
                 case Record(entry):
                     self.ledger.append(entry)
+                    self._note_time(entry)
                     if isinstance(entry, Closed) and len(self.closed) < MOST_CLOSED:
                         closed = ClosedPrompt(entry.epoch, entry.prompt, entry.why[:WHY_CHARS])
                         self.closed[entry.epoch, entry.prompt] = closed
@@ -103,6 +116,16 @@ class Intake:
                     self.evaluation.add(prompt, version, group)
                 case Note(text, level):
                     self.peer.note(text, level)
+
+    def _note_time(self, entry: Any) -> None:
+        match entry:
+            case Issued(id=id, to=to) if entry.adopts is None:  # what is adopted was begun before it was ordered
+                self.ordered[id] = (to, time.perf_counter())
+            case Delivered(id=id) if id in self.ordered:
+                spans.credit(id, *self.ordered.pop(id))
+            case Ended(ids=ids):
+                for id in ids:
+                    self.ordered.pop(id, None)
 
     def _drop(self, credit: CreditId) -> None:
         taken = self.taken.pop(credit, None)

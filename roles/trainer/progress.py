@@ -18,6 +18,7 @@ from roles.metrics import MetricsWriter, process_figures
 from roles.trainer import ledger
 from roles.trainer.figures import Unrewarded, Watch, unrewarded_reasons
 from roles.trainer.intake import Intake
+from transport import spans
 from transport.messages import Report, Status
 from transport.weights.publisher import Publisher
 
@@ -80,7 +81,9 @@ class Progress:
         """Adds the seconds spent inside to this step's time ``name``."""
         started = time.perf_counter()
         yield
-        self.split[name] += time.perf_counter() - started
+        ended = time.perf_counter()
+        self.split[name] += ended - started
+        spans.record(name.removesuffix("_s"), started, ended, version=str(self.version))
 
     def waited(self, elapsed: float) -> float:
         """The share of this step, ``elapsed`` seconds long, that the trainer waited for groups."""

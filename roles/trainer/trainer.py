@@ -50,6 +50,7 @@ from roles.trainer.losses import DriftThreshold
 from roles.trainer.policy import Policy, Scores, load_policy
 from roles.trainer.progress import Progress
 from roles.trainer.starting import what_is_there
+from transport import spans
 from transport.accounts import Row
 from transport.messages import Place, Probe, StateTensors
 from transport.weights.manifest import Manifest
@@ -668,6 +669,7 @@ def main(node: Node) -> int:
     trainer = Trainer(node, peer, policy, data, found, refusal)
     reason = parting(None)
     try:
+        spans.open_file(node.run.path, peer=node.name, id=peer.id, role="trainer")
         node.join(peer)
         node.log.info("%s at %s, run directory %s, waiting for rollouts", node.name, peer.address, node.run.path)
         return trainer.run(node.trainers)
@@ -680,5 +682,6 @@ def main(node: Node) -> int:
         trainer.publisher.close()
         trainer.gradients.close()
         trainer.progress.close()
+        spans.flush()
         os.close(claim)
         peer.leave(reason, linger_s=1.0 if reason == parting(None) else 0.3)

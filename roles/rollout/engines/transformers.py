@@ -36,6 +36,7 @@ from roles.rollout.engines.base import (
     passed,
 )
 from roles.rollout.engines.decode import Batch
+from transport import spans
 from transport.weights.buffers import load_into
 
 log = logging.getLogger(__name__)
@@ -261,6 +262,7 @@ class TransformersEngine(Engine):
         f.takeover_copy_s += copied - before
         f.takeover_proof_s += (before - started) + (proved - copied)
         f.takeover_longest_s = max(f.takeover_longest_s, now - started)
+        spans.record("apply", started, now, lane="engine", version=str(arrived.version))
         f.busy_s += now - started
         self.source.took(arrived, proof)
 

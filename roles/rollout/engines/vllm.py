@@ -45,7 +45,7 @@ from roles.rollout.engines.base import (
     check_request,
     passed,
 )
-from roles.rollout.engines.vllm_version import SUPPORTED, installed
+from roles.rollout.engines.vllm_common import OWNER, SUPPORTED, WORDS, first_cause, installed
 from transport.messages import Span
 from transport.weights.proof import Proof
 
@@ -136,6 +136,8 @@ class VllmEngine(Engine):
     def __init__(self, args: dict[str, Any], *, eos: Iterable[int], on_update: str = "keep", threads: int = 0) -> None:
         super().__init__()
         set_environment(threads)
+        self._words = os.memfd_create("engine-words")  # has no name that could be left behind
+        os.environ[WORDS] = f"/proc/{os.getpid()}/fd/{self._words}"
         self._args, self._eos, self.on_update = args, sorted(set(eos)), on_update
         self._state = meta_state(args["model"], args["trust_remote_code"])
         self._lock = threading.Lock()  # guards the two below
@@ -155,7 +157,9 @@ class VllmEngine(Engine):
         if not self._ready.wait(START_S):
             raise ValueError(f"vLLM has not started within {START_S:.0f} s")
         if self.failure is not None:
-            raise ValueError(f"vLLM did not start: {first_cause(self.failure)}") from self.failure
+            raise ValueError(
+                f"vLLM did not start: {self._first_words() or first_cause(self.failure)}"
+            ) from self.failure
 
     # -- the rollout's side --------------------------------------------------------------------------------------------
 
@@ -198,6 +202,9 @@ class VllmEngine(Engine):
         with self._lock:
             left, self._unanswered = list(self._unanswered.values()), {}
         answer([(p, self._dead()) for p in left])
+        if self._words >= 0 and ended:
+            os.close(self._words)
+            self._words = -1
         return ended
 
     def new_flat(self, nbytes: int) -> Tensor:
@@ -210,6 +217,10 @@ class VllmEngine(Engine):
         except RuntimeError:  # the loop is closed
             return False
         return True
+
+    def _first_words(self) -> str:
+        """The first error that one of vLLM's processes had to tell."""
+        return os.pread(self._words, 1000, 0).decode(errors="replace").partition("\n")[0]
 
     def _dead(self) -> EngineDead:
         error = EngineDead(f"the engine has ended: {self.failure!r}" if self.failure else "the engine is closed")
@@ -454,7 +465,7 @@ class VllmEngine(Engine):
 
     def _alive(self) -> None:
         if self._llm.errored:
-            raise RuntimeError("vLLM's engine process has ended; its last words are in this peer's output")
+            raise RuntimeError(f"vLLM's engine process has ended: {self._first_words() or 'it was killed'}")
 
     def _held_for_evaluation(self) -> bool:
         if self.version is None:
@@ -516,13 +527,6 @@ def unproved(version: Version, reason: str) -> Proof:
     return Proof(version, False, reason, nan, nan, nan, "", 0.0)
 
 
-def first_cause(error: BaseException) -> str:
-    """The innermost error, in one line."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def meta_state(path: str, trust_remote_code: bool) -> dict[str, Tensor]:
     """What a version must bring: the state of the model as transformers names it, without data."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -561,11 +565,12 @@ def meter(figures: Any) -> Any:
 
 def set_environment(threads: int) -> None:
     """What vLLM reads from the environment, before it is imported; what the user has set stays."""
-    os.environ["MESH_ENGINE_OWNER"] = str(os.getpid())
+    os.environ[OWNER] = str(os.getpid())
     defaults = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads and sockets
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",  # of a process that was killed
         "VLLM_HOST_IP": "127.0.0.1",  # workers are on this machine: nothing of them listens on a network
     }
     if threads and not torch.cuda.is_available():

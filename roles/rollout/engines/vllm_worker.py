@@ -12,6 +12,7 @@ The probe runs as a step of the model runner that vLLM's scheduler does not know
 that vLLM keeps for nobody, so the sequences that wait in the others are not touched.
 """
 
+import contextlib
 import logging
 import os
 import select
@@ -33,6 +34,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from mesh.version import Version
 from roles.rollout.engines import shared
+from roles.rollout.engines.vllm_common import OWNER, WORDS, first_cause
 from transport.messages import Probe
 from transport.weights.manifest import Manifest
 from transport.weights.proof import Prover
@@ -40,8 +42,6 @@ from transport.weights.proof import Prover
 log = logging.getLogger(__name__)
 
 BACKEND = "mesh"
-OWNER = "MESH_ENGINE_OWNER"
-"""The environment variable with the process id of the peer that an engine belongs to."""
 NOBODYS_BLOCK = 0  # vLLM's null block: in no block table but as a place holder, so whatever lies in it is not read
 PROBE = "mesh-probe"
 COLUMNS = 32  # read back of a packed matrix: as much work as the probe, and a step of 1e-6 in bfloat16 changes some
@@ -232,8 +232,19 @@ def register() -> None:
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     owner = int(os.environ.get(OWNER, "0"))
     if owner and owner != os.getpid() and not _watching:
+        logging.getLogger("vllm").addHandler(_Words(logging.ERROR))
         _watching.append(threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True))
         _watching[0].start()
+
+
+class _Words(logging.Handler):
+    """What a peer cannot see of its engine's processes but on the screen: why they fail."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        text = first_cause(error) if error is not None else record.getMessage()
+        with contextlib.suppress(OSError), open(os.environ[WORDS], "a") as words:
+            words.write(" ".join(text.split())[:1000] + "\n")
 
 
 _watching: list[threading.Thread] = []
