@@ -6,7 +6,8 @@
 A ratio sets the mesh against the least that could do the same, in one run, so that it means something on another
 machine too. It got worse when it is outside of the middle half of the baseline's rounds by more than ``MARGIN``: quick
 runs have few rounds, and a machine that does something else besides has unquiet ones. A ratio that the baseline does
-not have, or the fresh run no longer, is said. The exit code is 1 when something got slower or a script failed.
+not have, or the fresh run no longer (a tool that is not installed here), is said. The exit code is 1 when something got
+slower or a script failed.
 """
 
 import argparse
@@ -29,30 +30,38 @@ def main() -> int:
     parser.add_argument("names", nargs="+", metavar="NAME", help="scripts of this directory, without .py")
     parser.add_argument("--keep", action="store_true", help="write the baseline instead of comparing with it")
     arguments = parser.parse_args()
-    wrong = []
+    wrong = False
     with tempfile.TemporaryDirectory(prefix="mesh-bench-") as name:
         out = BASELINE if arguments.keep else Path(name)
         for script in arguments.names:
             command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), "--quick", "--out", str(out)]
             code = subprocess.run(command, timeout=LIMIT_S, stdout=subprocess.DEVNULL).returncode
-            said = [f"failed with exit code {code}"] if code else []
+            worse = [f"failed with exit code {code}"] if code else []
+            said: list[str] = []
             if not code and not arguments.keep:
-                said = slower(_ratios(BASELINE / f"{script}.json"), _ratios(out / f"{script}.json"))
-            print("\n".join(f"{script}: {line}" for line in said) or f"{script}: nothing got slower", flush=True)
-            wrong += said
-    return 1 if wrong else 0
+                before, now = _ratios(BASELINE / f"{script}.json"), _ratios(out / f"{script}.json")
+                worse, said = slower(before, now), one_sided(before, now)
+            wrong = wrong or bool(worse)
+            verdict = [] if worse else ["kept" if arguments.keep else "nothing got slower"]
+            print("\n".join(f"{script}: {line}" for line in (*worse, *said, *verdict)), flush=True)
+    return int(wrong)
 
 
 def slower(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line for each ratio that got worse, that is gone, or that has no baseline."""
-    said = [f"{name}: in the baseline and not measured any more" for name in before.keys() - now.keys()]
-    said += [f"{name}: not in the baseline; take it in with --keep" for name in now.keys() - before.keys()]
-    for name in before.keys() & now.keys():
+    """One line for each ratio that got worse."""
+    said = []
+    for name in sorted(before.keys() & now.keys()):
         old, new = before[name]["ratio"], now[name]["ratio"]["median"]
-        worst = old["low"] / MARGIN if before[name]["more_is_better"] else old["high"] * MARGIN
-        if (new < worst) == before[name]["more_is_better"] and new != worst:
+        more = before[name]["more_is_better"]
+        if new < old["low"] / MARGIN if more else new > old["high"] * MARGIN:
             said.append(f"{name}: {new:.3g} times the reference, was {old['low']:.3g} to {old['high']:.3g}")
-    return sorted(said)
+    return said
+
+
+def one_sided(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line for each ratio that has nothing to be compared with."""
+    gone = [f"{name}: in the baseline, not measured here" for name in before.keys() - now.keys()]
+    return sorted(gone + [f"{name}: not in the baseline; --keep takes it in" for name in now.keys() - before.keys()])
 
 
 def _ratios(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-PANEL_INCHES = (3.5, 3.0)
+PANEL_INCHES = (3.5, 3.3)
 DPI = 100  # two panels side by side are 700 pixels wide
 COLOURS = ("#1b6ca8", "#d1603d", "#5b8c5a", "#8d6a9f", "#b08900", "#5c6770", "#c2577a")
 MARKS = "osD^vPX"
@@ -88,6 +88,8 @@ def _panel(panel: Panel, ax: Any) -> None:
 
 
 def _axes(panel: Panel, ax: Any, across: bool) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     names, values = (ax.yaxis, ax.xaxis) if across else (ax.xaxis, ax.yaxis)
     if panel.level is not None:
         draw_level = ax.axvline if across else ax.axhline
@@ -97,7 +99,9 @@ def _axes(panel: Panel, ax: Any, across: bool) -> None:
         ax.xaxis.set_major_formatter("{x:g}")
     if panel.log_y:
         (ax.set_xscale if across else ax.set_yscale)("log")
+        values.set_major_locator(LogLocator(subs=(1, 2, 5)))
         values.set_major_formatter("{x:g}")
+        values.set_minor_formatter(NullFormatter())
     else:
         (ax.set_xlim if across else ax.set_ylim)(0)
     if panel.ticks:
@@ -109,7 +113,8 @@ def _axes(panel: Panel, ax: Any, across: bool) -> None:
     values.set_label_text(panel.y)
     ax.grid(axis="x" if across else "y", linewidth=0.4, alpha=0.5)
     if len(panel.lines) > 1 or panel.level_name:
-        ax.legend(frameon=False, fontsize=7)
+        below = (0.5, -0.16)  # of the axes, where no mark can be
+        ax.legend(loc="upper center", bbox_to_anchor=below, ncols=2, frameon=False, fontsize=7)
 
 
 if __name__ == "__main__":
