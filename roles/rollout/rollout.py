@@ -44,6 +44,7 @@ from transport.weights.receiver import Arrived, Receiver
 TICK_S = 0.02
 WAIT_STEP_S = 0.5
 FIGURES_S = 5.0
+LATE_S = 15.0  # without a trainer: enough for one that resumes a finished run to take it up
 
 
 class Rollout:
@@ -66,7 +67,7 @@ class Rollout:
         self.proof: Proof | None = None
         self.unproven = ""
         self.sampled_again = 0  # completions that the engine had lost
-        self.started = time.monotonic()
+        self.started = self._trainer_seen = time.monotonic()
         self.rate = 0.0
         self._measured = (time.monotonic(), 0)
         self._idle_since = time.perf_counter()
@@ -175,10 +176,19 @@ class Rollout:
             if (short := self.peer.short) is not None and short.over:
                 raise Requeue(f"{short.text}; start peers with --run {self.node.run.path}")
             now = time.monotonic()
+            if self._too_late(now):
+                self.over = f"{self.node.run.path} holds a run that has finished, and no trainer has taken it up again"
             if now >= next_figures:
                 next_figures = now + FIGURES_S
                 self.metrics.row(self._step(), self._figures())
             await self._changed.wait(WAIT_STEP_S)
+
+    def _too_late(self, now: float) -> bool:
+        """Whether this rollout came when all was over: as the run directory says, where that is shared."""
+        if self.peer.live("trainer"):
+            self._trainer_seen = now
+        alone = now - self._trainer_seen > LATE_S
+        return alone and self.node.run.summary.exists() and not self.node.run.others()
 
     def _restart_engine(self, failure: BaseException) -> None:
         """Called again and again while the engine is dead: a new one takes its place, and gets the newest version.

@@ -20,6 +20,7 @@ from mesh.config import Weights
 from mesh.effects import Note, Send
 from mesh.identity import PeerId
 from mesh.version import Lineage, Version
+from transport import spans
 from transport.formation import Formation, FormationBroken
 from transport.messages import Announce, Go, ManifestAsk, ManifestTell, Member, Probe, PullAsk, PullTell, Report
 from transport.port import Port
@@ -230,6 +231,7 @@ class Publisher:
         staged.tensors = tensor_digests(self.manifest, staged.slot.flat)
         self.told.add(staged.version, staged.tensors)
         self._stats.digest_s = time.perf_counter() - began
+        spans.record("digest", began, lane="weights", version=str(staged.version))
         self._port.post(lambda: self._stage(staged))
 
     def _broadcast(
@@ -248,6 +250,7 @@ class Publisher:
             assert self._leases is not None
             self._leases.quarantine(staged.slot, formation.ended)
         seconds = time.perf_counter() - began
+        spans.record("broadcast", began, lane="weights", version=str(start.version), error=error)
         self._port.post(lambda: self._ended(start, error, seconds))
 
     # ------------------------------------------------------------------------------------------------------------------

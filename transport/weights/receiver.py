@@ -20,6 +20,7 @@ from mesh.config import Weights
 from mesh.effects import Send
 from mesh.identity import PeerId
 from mesh.version import Lineage, Version
+from transport import spans
 from transport.formation import Formation, FormationBroken
 from transport.messages import (
     Announce,
@@ -197,6 +198,7 @@ class Receiver:
         size, count = a.bucket_bytes, len(a.bucket_digests)
         flat = self._shadows[start.slot] if start.slot is not None else None
         scratch = torch.empty(min(size, manifest.nbytes), dtype=torch.uint8) if flat is None else None
+        began = time.perf_counter()
         corrupt, broken, buckets = "", "its formation is gone" if formation is None else "", 0
         try:
             for i in range(count if formation is not None else 0):
@@ -213,6 +215,7 @@ class Receiver:
                 self._buckets = buckets
         except FormationBroken as e:
             broken = str(e)
+        spans.record("receive", began, lane="weights", version=str(start.version), error=corrupt or broken)
         busy = broken != "" and formation is not None and not formation.ended()
         self._port.post(lambda: self._ended(start, formation, corrupt, broken, busy))
 
