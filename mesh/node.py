@@ -1,6 +1,7 @@
 """One peer in the foreground: what ``mesh-node`` and ``python -m mesh.node`` run."""
 
 import faulthandler
+import fcntl
 import gc
 import logging
 import os
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import IO, Any, Literal, NoReturn
 
 import psutil
 
@@ -156,6 +157,7 @@ def run_node(
         directory = RunDir.make(run or here.run_directory(config.run.name))
         name = name or f"{own}-{here.unique or secrets.token_hex(2)}@{here.node}"
         log_file = directory.logs / f"{name.replace('/', '_')}.log"
+        held = _only_one(log_file, name)
         log = logs.setup(name, log_file)
         where = f" (traceback in {log_file})"
         for warning in here.warnings:
@@ -167,7 +169,7 @@ def run_node(
         stop = Stop(scheduled=here.kind == "slurm")
         node = Node(own, config, directory, name, here, log, resume=resume, trainers=trainers or together, stop=stop)
         node.stop.install()
-        _show_stacks(log_file, node.stop, LEAVE_S if own == "rollout" else 0.0)
+        _show_stacks(held, node.stop, LEAVE_S if own == "rollout" else 0.0)
         gc.disable()  # until all is loaded (Node.join): a sixth of the time that loading takes
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -195,10 +197,23 @@ def run_node(
         return exits.FAILURE
 
 
-def _show_stacks(log_file: Path, stop: Stop, leave_s: float) -> None:
+def _only_one(log_file: Path, name: str) -> IO[bytes]:
+    """The log of this peer, held as long as this process lives. Raises ValueError when another one of the run holds it:
+    two of one name would write into each other's files."""
+    log = open(log_file, "ab", buffering=0)  # noqa: SIM115
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        log.close()
+        raise ValueError(
+            f"another process of this run is named {name}: it holds {log_file}; give this one another --name"
+        ) from None
+    return log
+
+
+def _show_stacks(stacks: IO[bytes], stop: Stop, leave_s: float) -> None:
     """SIGUSR2 writes where every thread is to the peer's log. So does a peer that was told to stop and is still there
     after ``leave_s`` (unless that is 0), which then ends, whatever it hangs in."""
-    stacks = open(log_file, "ab", buffering=0)  # noqa: SIM115  as long as the process lives
     faulthandler.register(signal.SIGUSR2, file=stacks)
     if leave_s:
         stop.on_stop(lambda: faulthandler.dump_traceback_later(leave_s, exit=True, file=stacks))

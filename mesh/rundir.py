@@ -10,6 +10,7 @@ from pathlib import Path
 from mesh import config as settings
 
 TERM_LOCK_S = 2.0  # a healthy holder has it for the time of one small write
+LOOK_S = 0.2  # whoever looks whether a run is claimed holds the claim for microseconds
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class RunDir:
         Raises ValueError naming a trainer that has it, when it is wanted alone."""
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            _claimed(descriptor, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         except OSError:
             holder = os.pread(descriptor, 256, 0).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
@@ -129,6 +130,18 @@ class RunDir:
                 write_whole(self.term, f"{counter}\n")
         finally:
             os.close(descriptor)
+
+
+def _claimed(descriptor: int, how: int) -> None:
+    """Lock, or raise OSError. Whoever only looks (``others``) holds the lock for a moment, so it is tried again."""
+    deadline = time.monotonic() + LOOK_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _lock(descriptor: int, wait_s: float) -> None:

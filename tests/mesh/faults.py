@@ -217,6 +217,13 @@ def loses_completions():
     TransformersEngine.submit = losing
 
 
+def soon_late():
+    """Rollout: a finished run without a trainer is given up after a second."""
+    from roles.rollout import rollout
+
+    rollout.LATE_S = 1.0
+
+
 def pauses():
     """Trainer: while the file ``paused`` is beside the gate, its own thread does nothing; its loop answers as ever."""
     from roles.trainer.trainer import Trainer

@@ -72,6 +72,16 @@ def test_a_secret_that_is_too_short(mesh):
     fails(mesh, mesh.start("trainer", env={"MESH_SECRET": "hunter2"}), "MESH_SECRET", "7 characters", "32")
 
 
+def test_two_peers_of_one_name(mesh):
+    first = mesh.start("rollout", name="twin")
+    first.says("waiting for a trainer")
+    second = mesh.start("rollout", name="twin")
+    assert second.ends() == 1
+    assert "another process of this run is named twin" in second.error
+    assert "--name" in second.error
+    assert first.code is None
+
+
 @pytest.mark.parametrize("place", ["recipe.toml/run", "/proc/run"])
 def test_a_run_directory_that_cannot_be_made(mesh, place):
     path = mesh.directory / place  # below a file, or where not even root may write

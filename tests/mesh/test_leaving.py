@@ -26,6 +26,14 @@ def test_a_rollout_gives_its_credits_back_and_says_goodbye(mesh, number):
     assert trainer.code is None
 
 
+def test_a_rollout_that_comes_when_all_is_over_says_so_and_leaves(mesh):
+    peers = [mesh.start(role, set={"run.steps": 1}) for role in ("trainer", "rollout")]
+    assert [peer.ends() for peer in peers] == [0, 0]
+    late = mesh.start("rollout", name="late", fault="soon_late", set={"run.steps": 1})
+    assert late.ends() == 0
+    assert "holds a run that has finished, and no trainer has taken it up again" in late.said
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_trainer_saves_and_says_goodbye(mesh, number):
     trainer, rollout = mesh.start("trainer", set=LONG), mesh.start("rollout", set=LONG)

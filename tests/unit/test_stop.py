@@ -8,12 +8,11 @@ from contextlib import contextmanager
 
 HANGS = """
 import os, signal, sys, time
-from pathlib import Path
 from mesh.node import Stop, _show_stacks
 
 stop = Stop()
 stop.install()
-_show_stacks(Path(sys.argv[1]), stop, float(sys.argv[2]))
+_show_stacks(open(sys.argv[1], "ab", buffering=0), stop, float(sys.argv[2]))
 print("ready", flush=True)
 
 def hangs_here():
