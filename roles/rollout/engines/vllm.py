@@ -46,6 +46,7 @@ from roles.rollout.engines.base import (
     passed,
 )
 from roles.rollout.engines.vllm_common import OWNER, SUPPORTED, WORDS, first_cause, installed
+from transport import spans
 from transport.messages import Span
 from transport.weights.proof import Proof
 
@@ -403,6 +404,7 @@ class VllmEngine(Engine):
         f.takeover_copy_s += loaded - looked
         f.takeover_proof_s += (looked - paused) + (proved - loaded)
         f.takeover_longest_s = max(f.takeover_longest_s, now - started)
+        spans.record("apply", started, now, lane="engine", version=str(arrived.version))
         self.source.took(arrived, proof)
 
     def _payload(self, arrived: Any) -> bytes:
