@@ -60,6 +60,11 @@ def interfaces() -> dict[str, list[str]]:
     return found
 
 
+def interface_of(ip: str) -> str:
+    """The name of the interface that has this address; empty when none has."""
+    return next((name for name, ips in interfaces().items() if ip in ips), "")
+
+
 def listing() -> str:
     """The interfaces that others may reach, in one line for an error."""
     there = {name: [ip for ip in ips if not is_loopback(ip)] for name, ips in interfaces().items()}

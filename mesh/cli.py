@@ -43,6 +43,9 @@ def _run_node(
     ] = "",
     run: RunOption = None,
     set_: Set = None,
+    address: Annotated[
+        str, typer.Option("--address", "--interface", help="An IP address or interface of this machine: mesh.address.")
+    ] = "",
     resume: Annotated[
         bool, typer.Option("--resume", help="Trainer: continue from the newest checkpoint; by itself after a requeue.")
     ] = False,
@@ -61,6 +64,7 @@ def _run_node(
             rendezvous_url=rendezvous,
             run=run,
             overrides=set_,
+            address=address,
             resume=resume,
             name=name,
             trainers=trainers,

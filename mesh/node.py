@@ -18,8 +18,8 @@ from typing import IO, Any, Literal, NoReturn
 
 import psutil
 
+from mesh import addresses, exits, launch, logs, rendezvous, secret
 from mesh import config as settings
-from mesh import exits, launch, logs, rendezvous, secret
 from mesh.identity import Role
 from mesh.rundir import RunDir
 
@@ -101,6 +101,9 @@ class Node:
         all peers beside the settings, as ``agreed_digests`` takes them. Raises ValueError, in one line."""
         from mesh.peer import Peer
 
+        address = launch.advertised_address(self._meeting, self.config.mesh.address, self.launch)
+        if self.config.mesh.address and (interface := addresses.interface_of(address)):
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         return Peer(
             config=self.config,
             role=self.role,
@@ -109,7 +112,7 @@ class Node:
             run=secret.run_id(self._key, self._distinguishing_name()),
             keys=secret.keys(self._key),
             rendezvous=self._meeting,
-            address=launch.advertised_address(self._meeting, self.config.mesh.address, self.launch),
+            address=address,
             agreed=settings.agreed_digests(self.config, **files) if self.role != "observer" else {},
         )
 
@@ -141,6 +144,7 @@ def run_node(
     rendezvous_url: str = "",
     run: Path | None = None,
     overrides: list[str] | None = None,
+    address: str = "",
     resume: bool = False,
     name: str = "",
     trainers: int = 0,
@@ -152,6 +156,8 @@ def run_node(
         config = settings.load(config_path, overrides)
         if rendezvous_url:
             config.mesh.rendezvous = rendezvous_url
+        if address:
+            config.mesh.address = address
         here = launch.detect()
         own, together = launch.role_of(role, here, config.mesh.trainers)
         directory = RunDir.make(run or here.run_directory(config.run.name))

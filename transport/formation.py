@@ -61,6 +61,7 @@ class _Card(msgspec.Struct, frozen=True, array_like=True):
     torch: str
     nccl: str = ""
     environment: dict[str, str] = {}
+    gpu: str = ""  # its UUID
 
 
 class Formation:
@@ -285,9 +286,9 @@ def _own_card(host: str, backend: str) -> _Card:
         return _Card(host, backend, torch.__version__.split("+")[0])
     names = [*NCCL_ENVIRONMENT, "NCCL_CUMEM_ENABLE", "NCCL_PROTO", "NCCL_ALGO", "NCCL_NET"]
     environment = {name: os.environ[name] for name in names if name in os.environ}
-    return _Card(
-        host, backend, torch.__version__.split("+")[0], ".".join(map(str, torch.cuda.nccl.version())), environment
-    )
+    versions = torch.__version__.split("+")[0], ".".join(map(str, torch.cuda.nccl.version()))
+    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return _Card(host, backend, *versions, environment, gpu)
 
 
 def _call_roll(
@@ -311,6 +312,13 @@ def _call_roll(
             other = msgspec.json.decode(payload, type=_Card)
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
             raise FormationBroken(f"{name}: what {_who(member)} says of itself cannot be read: {e}", [member]) from None
+        if card.gpu and card.gpu == other.gpu and member != go.members[rank]:
+            raise FormationBroken(
+                f"{name}: {_who(member)} on {other.host} has the same GPU {card.gpu} as this one, and NCCL refuses "
+                "two ranks on one: give each its own (CUDA_VISIBLE_DEVICES, --gpus-per-task=1), or set weights.backend "
+                'to "gloo"',
+                [member],
+            )
         for what in ("backend", "torch", "nccl", "environment"):
             if (mine := getattr(card, what)) != (theirs := getattr(other, what)):
                 raise FormationBroken(

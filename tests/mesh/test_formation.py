@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from mesh.version import Ballot
-from transport.formation import Formation, FormationBroken, _connected
+from transport.formation import Formation, FormationBroken, _call_roll, _Card, _connected
 from transport.messages import Go, Member, StoreAnswer, StoreGet, StoreSet
 from transport.nccl_env import NCCL_ENVIRONMENT, set_nccl_environment
 from transport.store import MeshStore
@@ -350,6 +350,16 @@ def test_a_closed_formation_refuses_and_a_lone_member_needs_nobody():
     alone.close()
     with pytest.raises(FormationBroken, match="is closed"):
         alone.barrier(OP_S)
+
+
+def test_two_members_on_one_gpu_are_refused_with_what_to_do():
+    go = Go("weights", Ballot(1, "a"), MEMBERS[:2])
+    cards = [_Card(f"10.0.0.{i}", "nccl", "2.13.0", "2.29", gpu="GPU-8f5a") for i in range(2)]
+    shared = torch.distributed.HashStore()
+    shared.set("here/1", msgspec.json.encode(cards[1]).decode())
+    with pytest.raises(FormationBroken, match=r"10\.0\.0\.1 has the same GPU GPU-8f5a .*gpus-per-task=1") as refused:
+        _call_roll(shared, go, 0, cards[0], time.monotonic() + LONG_S, LONG_S, None)
+    assert refused.value.members == (MEMBERS[1],)
 
 
 def test_members_that_run_different_things_are_refused_with_both_sides():

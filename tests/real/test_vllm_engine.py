@@ -366,7 +366,7 @@ def test_a_dead_engine_says_so_to_all_who_wait_and_leaves_nothing_running(shared
         while engine.real.figures.running == 0:
             await asyncio.sleep(0.001)
         core.kill()
-        with pytest.raises(EngineDead, match="engine process has ended: ."):
+        with pytest.raises(EngineDead, match=r"engine process has ended: ."):
             await asyncio.wait_for(running, PATIENCE_S)
 
     asyncio.run(run())

@@ -240,6 +240,8 @@ def test_routes_are_looked_up_on_the_real_machine() -> None:
     assert "127.0.0.1" in [ip for ips in addresses.interfaces().values() for ip in ips]
     assert "127.0.0.1" not in addresses.listing()
     assert addresses.is_loopback("::1")
+    assert addresses.interface_of("127.0.0.1")
+    assert addresses.interface_of("192.0.2.7") == ""
     assert not addresses.is_loopback("fe80::1%eth0")
     found = addresses.default()
     if found is not None:
