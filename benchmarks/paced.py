@@ -23,7 +23,7 @@ from parts.picture import Panel, point
 from parts.script import Findings, flags, run
 
 SLOTS = 2  # groups at a time, of each rollout
-WARM = 10  # steps, in which the window of credits grows
+WARM = 10  # steps, in which the window of credits grows; half of them where it is constant, as synchronously
 BLOCK = 5  # steps a value
 MANY = 20_000  # draws, for the expectation of a longest
 
@@ -47,7 +47,11 @@ class Cell:
     def step_s(self) -> list[float]:
         """Of blocks of steps, the mean."""
         at = [row["time"] for row in self.ran.rows]
-        return [(at[i + BLOCK] - at[i]) / BLOCK for i in range(WARM - 1, len(at) - BLOCK, BLOCK)]
+        return [(at[i + BLOCK] - at[i]) / BLOCK for i in range(self.warm - 1, len(at) - BLOCK, BLOCK)]
+
+    @property
+    def warm(self) -> int:
+        return WARM if self.lag else WARM // 2
 
     def ideal(self) -> float:
         groups = np.concatenate([d[: len(d) // GROUP * GROUP].reshape(-1, GROUP).max(1) for d in self.ran.drawn])
@@ -59,9 +63,11 @@ class Cell:
 
 def main() -> None:
     parser = flags(__file__, __doc__)
-    parser.add_argument("--steps", type=int, default=40, help=f"of each run, the first {WARM} not counted")
+    parser.add_argument(
+        "--steps", type=int, default=30, help=f"of each run, the first {WARM} not counted; half as many if synchronous"
+    )
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="some of them: balanced, ...")
-    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 4], help="trainer.max_lag; 0 is synchronous")
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 4], help="trainer.max_lag; 0 is synchronous")
     parser.add_argument("--step-s", type=float, default=0.5, help="what a batch takes to train")
     parser.add_argument("--peers", type=int, nargs="+", default=[8, 32], help="one of them the trainer (up to 64)")
     parser.add_argument("--weights-mib", type=float, default=1.0)
@@ -87,7 +93,7 @@ def measure(arguments: argparse.Namespace) -> Findings:
                     slots=SLOTS,
                     groups_per_step=SLOTS * (peers - 1),
                     max_lag=lag,
-                    steps=steps,
+                    steps=steps if lag else max(steps // 2, WARM // 2 + BLOCK),
                     waits=waits,
                     seed=arguments.seed,
                     weights_mib=arguments.weights_mib,
@@ -101,7 +107,7 @@ def measure(arguments: argparse.Namespace) -> Findings:
 
 def row(cell: Cell, arguments: argparse.Namespace) -> Result:
     made = cell.step_s
-    ideal, rows = cell.ideal(), cell.ran.rows[WARM:]
+    ideal, rows = cell.ideal(), cell.ran.rows[cell.warm :]
     drawn = np.concatenate(cell.ran.drawn)
     ledger = cell.ran.summary["ledger"]
     how = f"max_lag {cell.lag}" if cell.lag else "synchronous"
@@ -122,7 +128,7 @@ def row(cell: Cell, arguments: argparse.Namespace) -> Result:
             "waits": {name: getattr(cell.waits, name) for name in cell.waits.__struct_fields__},
             "slots": SLOTS, "groups_per_step": SLOTS * (cell.peers - 1), "group_size": GROUP,
             "steps": cell.ran.rows[-1]["step"],
-            "from_step": WARM, "weights_mib": arguments.weights_mib, "wait_target": arguments.wait_target,
+            "from_step": cell.warm, "weights_mib": arguments.weights_mib, "wait_target": arguments.wait_target,
             "seed": arguments.seed, "preset": "lan",
         },
     )  # fmt: skip
