@@ -11,22 +11,24 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from mesh import config as settings
-from mesh.version import Ballot, Version
+from mesh.version import Ballot, Lineage, Version
 from roles.rollout.engines.base import Pending, Request, Sampled
 from roles.rollout.engines.decode import Batch
 from roles.rollout.tasks import load_reward, load_task
 from roles.rollout.tasks.base import Prompt, encode
-from roles.trainer.advantages import group_advantages
-from roles.trainer.batch import Sample
+from roles.trainer.batch import Sample, samples_of
 from roles.trainer.losses import DriftThreshold
 from roles.trainer.policy import load_policy
+from transport.messages import Completion, Group, Segment
 
-VERSION = Version(Ballot(1, "plain"), 0)
+TERM = Ballot(1, "plain")
+VERSION, LINEAGE = Version(TERM, 0), Lineage().open(TERM, 0)
 
 
 class PlainLoop:
@@ -46,17 +48,28 @@ class PlainLoop:
     def step(self) -> tuple[float, float]:
         """One optimizer step on one batch of fresh samples; the seconds it sampled and the seconds it learned."""
         began = time.perf_counter()
-        t = self.config.trainer
-        prompts = [self.task.train[self.order.pop()] for _ in range(t.groups_per_step)]
-        groups = self.sample(prompts, t.group_size)
-        samples = [s for g, prompt in enumerate(prompts) for s in self.score(g, prompt, *groups[g])]
+        samples = self.samples(self.groups(VERSION), VERSION)
         sampled = time.perf_counter()
         scores = self.policy.accumulate(samples, self.threshold)
+        assert scores is not None  # nobody gives up here
         self.policy.step(scores.tokens)
         return sampled - began, time.perf_counter() - sampled
 
+    def samples(self, groups: Sequence[Group], version: Version) -> list[Sample]:
+        """What these groups teach at ``version``."""
+        return samples_of(groups, LINEAGE, version.number, divide_by_std=self.config.trainer.divide_by_std)
+
+    def groups(self, version: Version) -> list[Group]:
+        """A batch of groups from the policy as it is, which is ``version``."""
+        t = self.config.trainer
+        prompts = [self.task.train[self.order.pop()] for _ in range(t.groups_per_step)]
+        sampled = self.sample(prompts, t.group_size, version)
+        return [self.score(prompt, *group, version) for prompt, group in zip(prompts, sampled, strict=True)]
+
     @torch.inference_mode()
-    def sample(self, prompts: list[Prompt], size: int) -> list[tuple[np.ndarray, list[Sampled]]]:
+    def sample(
+        self, prompts: Sequence[Prompt], size: int, version: Version = VERSION
+    ) -> list[tuple[np.ndarray, list[Sampled]]]:
         """For each prompt its tokens and ``size`` completions, decoded in batches of at most ``rollout.max_batch``."""
         rollout = self.config.rollout
         tokens = [encode(p.content, self.policy.tokenizer) for p in prompts]
@@ -79,33 +92,23 @@ class PlainLoop:
         while waiting or len(self.batch):
             room = rollout.max_batch - len(self.batch)
             if waiting and room:
-                self.batch.admit(waiting[:room], VERSION)
+                self.batch.admit(waiting[:room], version)
                 waiting = waiting[room:]
             for pending, sampled in self.batch.step():
                 assert isinstance(sampled, Sampled), sampled
                 done[order[id(pending)]] = sampled
         return [(ids, done[g * size : (g + 1) * size]) for g, ids in enumerate(tokens)]  # type: ignore[misc]
 
-    def score(self, group: int, prompt: Prompt, tokens: np.ndarray, sampled: list[Sampled]) -> list[Sample]:
+    def score(self, prompt: Prompt, tokens: np.ndarray, sampled: list[Sampled], version: Version) -> Group:
         texts = self.policy.tokenizer.batch_decode([s.tokens for s in sampled], skip_special_tokens=True)
         columns = {name: [value] * len(texts) for name, value in prompt.columns.items()}
         rewards = self.reward(prompts=[prompt.content] * len(texts), completions=texts, **columns)
-        advantages = group_advantages(rewards, divide_by_std=self.config.trainer.divide_by_std)
-        return [
-            Sample(
-                tokens=np.concatenate([tokens, s.tokens]),
-                sampled=np.arange(len(tokens) + len(s.tokens)) >= len(tokens),
-                recorded=s.logprobs,
-                token_lags=np.zeros(len(s.tokens), np.int32),
-                reward=float(reward),  # type: ignore[arg-type]
-                advantage=float(advantage),
-                lag=0,
-                group=group,
-                finish=s.finish,
-                metrics={},
-            )
-            for s, reward, advantage in zip(sampled, rewards, advantages, strict=True)
+        given = Segment(tokens=tokens, sampled=False, logprobs=np.empty(0, np.float32))
+        completions = [
+            Completion(segments=[given, s.segment()], reward=reward, finish=s.finish)
+            for s, reward in zip(sampled, rewards, strict=True)
         ]
+        return Group(completions, started=version)
 
 
 def main() -> None:
