@@ -141,6 +141,27 @@ def _doctor(
     raise typer.Exit(doctor(run=run, config=config, rendezvous=rendezvous))
 
 
+@_mesh.command("trace")
+def _trace(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Default RUN/trace.json.")] = None,
+) -> None:
+    """What every peer did and when, on one clock: a file for ui.perfetto.dev or chrome://tracing."""
+    from roles.trace import write_trace
+
+    try:
+        path, processes = write_trace(run, out)
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    for p in processes:
+        if p.error is None:
+            print(f"{p.peer}: nothing tells how its clock differs from others; its times are as it wrote them")
+        elif p.offset or p.error > 0.01:
+            print(f"{p.peer}: {p.offset:+.3f} s added to its clock, right to within {p.error:.3f} s")
+    print(f"{path}: open it at ui.perfetto.dev")
+
+
 _config = typer.Typer(no_args_is_help=True, help="Look at settings.")
 _mesh.add_typer(_config, name="config")
 

@@ -50,7 +50,8 @@ class Spans:
 
     def record(self, row: dict[str, Any], began: float, ended: float) -> None:
         """``row`` gets its times from those of ``perf_counter``."""
-        row["at"], row["s"] = round(self._epoch + began, 6), round(ended - began, 6)
+        row["at"] = at = round(self._epoch + began, 6)
+        row["s"] = round(round(self._epoch + ended, 6) - at, 6)  # the next one begins where this one ends
         with self._lock:
             if len(self._waiting) < MOST_WAITING:
                 self._waiting.append(row)

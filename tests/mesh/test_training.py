@@ -1,12 +1,16 @@
 """The main job: one trainer and two rollouts learn, and what a run leaves behind. One run, looked at from all sides."""
 
+import json
 import struct
+from collections import Counter
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mesh import config as settings
+from roles.trace import write_trace
 from roles.trainer import ledger
+from tests.traces import overlapping
 
 FIELDS = {
     "steps", "wall_s", "accuracy_before", "accuracy_after", "versions_published", "versions_proved",
@@ -53,6 +57,23 @@ def test_the_ledger_closes_and_replays_to_the_summary(finished):
     assert sum(row["groups"] for row in rows) == groups["trained"]
     assert sum(row["tokens_trained"] for row in rows) == tokens["trained"]
     assert sum(row["tokens_masked"] for row in rows) == tokens["masked"]
+
+
+def test_the_trace_shows_what_every_peer_did(finished):
+    path, processes = write_trace(finished.run)
+    assert sorted(p.role for p in processes) == ["rollout", "rollout", "trainer"]
+    assert all(p.offset == 0.0 and p.error < 0.5 for p in processes), "they have one clock"
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert overlapping(spans) == []
+    names = Counter((e["pid"], e["name"]) for e in spans)
+    trainer = {"wait for groups", "forward/backward", "optimizer step", "probe", "snapshot", "digest", "broadcast"}
+    assert {name for pid, name in names if pid == 1} >= trainer
+    assert names[1, "forward/backward"] == names[1, "optimizer step"] == 60
+    for pid in (2, 3):
+        assert {name for of, name in names if of == pid} == {"wait for credit", "generate", "score", "receive", "apply"}
+    groups = finished.summary()["ledger"]
+    assert names[2, "score"] + names[3, "score"] >= groups["trained"]
 
 
 def test_no_step_trained_an_older_group_than_allowed(finished):
