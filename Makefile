@@ -45,9 +45,10 @@ smoke: $(VENV)/.installed ## the costs of the mesh as ratios, measured in one ru
 	$(BIN)/python benchmarks/smoke.py
 
 # Each script is a process of its own, one after the other; one that fails does not keep the others from their turn.
-BENCH := smoke engines paced weights trajectories membership
-BENCH_LONG := recovery
-each = failed=; for name in $(1); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || failed="$$failed $$name"; done; \
+BENCH := smoke engines paced weights trajectories membership staleness
+BENCH_LONG := recovery "staleness --long"
+each = failed=; for name in $(1); do echo "== $$name"; set -- $$name; script=$$1; shift; \
+	$(BIN)/python benchmarks/$$script.py "$$@" || failed="$$failed $$name"; done; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 bench: $(VENV)/.installed ## all benchmarks but the long ones; each prints a table and writes results/NAME.json and .png
