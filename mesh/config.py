@@ -118,6 +118,13 @@ class Mesh(Struct, forbid_unknown_fields=True):
     grace_s: float = 300.0  # to wait for replacements: as long as a scheduler takes to start a process again
 
 
+class Metrics(Struct, forbid_unknown_fields=True):
+    tensorboard: bool = True  # files of the trainers, beside metrics/*.jsonl
+    prometheus_port: int = 0  # each peer serves its figures there, or at the next free one; 0: none
+    prometheus_host: str = "127.0.0.1"  # an address of this machine to serve them at
+    wandb: str = ""  # a project of Weights & Biases; empty: none
+
+
 class Config(Struct, forbid_unknown_fields=True):
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
@@ -128,6 +135,7 @@ class Config(Struct, forbid_unknown_fields=True):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     weights: Weights = field(default_factory=Weights)
     mesh: Mesh = field(default_factory=Mesh)
+    metrics: Metrics = field(default_factory=Metrics)
 
 
 AGREED = ("model", "task", "trainer", "evaluation")
@@ -217,7 +225,7 @@ LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         evaluation.every_steps evaluation.temperature checkpoint.every_steps checkpoint.keep weights.probe_floor"""),
     ("above 0 and at most 1", lambda v: 0 < v <= 1, "rollout.top_p"),
     ("between 0 and 64", lambda v: 0 <= v <= 64, "trainer.max_lag"),
-    ("between 0 and 65535", lambda v: 0 <= v <= 65535, "mesh.port"),
+    ("between 0 and 65535", lambda v: 0 <= v <= 65535, "mesh.port metrics.prometheus_port"),
     ("at least 0 and less than 1", lambda v: 0 <= v < 1, "trainer.adam_beta1 trainer.adam_beta2"),
     ("more than 0 and less than 1", lambda v: 0 < v < 1, "trainer.wait_target"),
     ("positive", lambda v: v > 0, "rollout.temperature trainer.learning_rate weights.pull_mib_s"),

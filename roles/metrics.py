@@ -7,15 +7,17 @@ file is appended to, so the axis goes on after a resume. Not thread-safe: one th
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 
 class MetricsWriter:
-    """Writes one peer's rows under ``directory``/metrics. A disk that fails must not stop training: the first error is
-    passed to ``on_error`` as one line, and later rows are counted in ``lost`` while it lasts."""
+    """Writes one peer's rows under ``directory``/metrics, and passes them to its ``outlets`` (``outlets.py``). A disk
+    that fails must not stop training: the first error is passed to ``on_error`` as one line, and later rows are counted
+    in ``lost`` while it lasts."""
 
     def __init__(
         self,
@@ -23,11 +25,13 @@ class MetricsWriter:
         peer: str,
         *,
         tensorboard: bool = True,
+        outlets: Sequence[Any] = (),
         on_error: Callable[[str], None] = print,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = Path(directory) / "metrics" / f"{peer.replace('/', '_')}.jsonl"
         self.lost = 0
+        self._outlets = outlets
         self._on_error, self._clock, self._file, self._board = on_error, clock, None, None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,6 +48,8 @@ class MetricsWriter:
         now = self._clock()
         clean = {k: float(v) if math.isfinite(v) else None for k, v in figures.items()}
         self._write({"time": now, "step": step, **clean})
+        for outlet in self._outlets:
+            outlet.row(step, figures)
         if self._board:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -70,6 +76,9 @@ class MetricsWriter:
         self.lost += 1
 
     def close(self) -> None:
+        for outlet in self._outlets:
+            outlet.close()
+        self._outlets = ()
         if self._board:
             self._board.close()
         if self._file:

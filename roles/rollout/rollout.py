@@ -24,8 +24,9 @@ from mesh.node import Node
 from mesh.version import Version
 from roles.device import backend_of, device_of
 from roles.formations import group_builder
-from roles.metrics import MetricsWriter, process_figures
+from roles.metrics import process_figures
 from roles.models import files_digest
+from roles.outlets import metrics_of
 from roles.rollout.changed import Changed
 from roles.rollout.engines import load_engine
 from roles.rollout.engines.base import Engine, EngineDead, Request, RequestFailed
@@ -57,7 +58,7 @@ class Rollout:
         self.engine, self.receiver, self.task, self.tokenizer = engine, receiver, task, tokenizer
         self.delivery = RolloutDelivery(self.config.rollout.groups_in_flight, max_lag=self.config.trainer.max_lag)
         self.rewards = RewardPool(self.config.task, self.config.rollout)
-        self.metrics = MetricsWriter(node.run.path, node.name, tensorboard=False)
+        self.metrics = metrics_of(node, peer)
         self.setbacks = Setbacks()
         self.restarts = restarts
         self.tasks: dict[tuple[PeerId, CreditId], asyncio.Task] = {}

@@ -14,7 +14,8 @@ from mesh.identity import PeerCard, PeerId
 from mesh.node import Node
 from mesh.rundir import write_whole
 from mesh.version import Lineage, Version
-from roles.metrics import MetricsWriter, process_figures
+from roles.metrics import process_figures
+from roles.outlets import metrics_of
 from roles.trainer import ledger
 from roles.trainer.figures import Unrewarded, Watch, unrewarded_reasons
 from roles.trainer.intake import Intake
@@ -33,7 +34,7 @@ class Progress:
         self.steps = node.config.run.steps
         self.earlier = earlier
         self.began = time.monotonic()
-        self.metrics = MetricsWriter(node.run.path, node.name, on_error=lambda text: peer.note(text, "warning"))
+        self.metrics = metrics_of(node, peer)
         self.watch = Watch()
         self.unrewarded = Unrewarded(node.config.task.reward)
         self.state = "starting"
