@@ -93,6 +93,18 @@ def test_two_agents_that_share_no_directory_meet_through_the_store_of_the_first(
     assert "rollout-1@" in second.out.read_text()
 
 
+def test_with_an_agent_for_each_peer_one_death_is_one_death(agents):
+    def start(role):
+        return agents("--standalone", "--nproc-per-node", "1", "-m", "--", "mesh.node", "--role", role, steps=25)
+
+    trainer, rollout, victim = start("trainer"), start("rollout"), start("rollout")
+    soon(lambda: steps(trainer) >= 2, lambda: f"step 2; it said:\n{trainer.out.read_text()}")
+    workers(victim)["0"].send_signal(signal.SIGKILL)
+    assert ends(victim) != 0
+    assert (ends(trainer), ends(rollout)) == (0, 0), trainer.out.read_text()
+    assert (summary(trainer)["steps"], summary(trainer)["ledger_closed"]) == (25, True)
+
+
 def test_workers_that_are_started_again_resume(agents):
     agent = agents(
         "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", "-m", "--", "mesh.node", steps=30, every=2
