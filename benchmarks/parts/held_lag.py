@@ -97,7 +97,7 @@ class HeldLag(PlainLoop):
             self.buffer.put("plain", Credit(id, id, 0, 0, size, version, 0), group)
         self.batches += 1
 
-    def right(self, prompts: Sequence[Prompt], size: int) -> list[list[tuple[str, bool]]]:
+    def answers(self, prompts: Sequence[Prompt], size: int) -> list[list[tuple[str, bool]]]:
         """For each prompt ``size`` answers of the policy as it is, and whether each is right."""
         answers = []
         for prompt, (tokens, sampled) in zip(prompts, self.sample(prompts, size), strict=True):
@@ -120,8 +120,8 @@ def train(cell: Cell) -> dict[str, Any]:
     for step in range(1, cell.steps + 1):
         loop.step()
         if step in due:
-            curve[step] = float(np.mean([ok for ((_, ok),) in loop.right(heldout, 1)]))
-    many = loop.right(heldout[: max(1, cell.prompts // 4)], MANY)
+            curve[step] = loop.accuracy(heldout)
+    many = loop.answers(heldout[: max(1, cell.prompts // 4)], MANY)
     distinct = [len({answer for answer, ok in group if ok}) for group in many]
     return {
         **asdict(cell),

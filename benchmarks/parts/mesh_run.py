@@ -1,6 +1,7 @@
 """A real ``mesh up`` on this machine, and what it cost: wall time, processor time and memory by process."""
 
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from parts.measure import command
+from parts.measure import ROOT, command
 
 LOOK_S = 0.25
 LIMIT_S = 600.0
@@ -39,6 +40,7 @@ class MeshRun:
     summary: dict
     rows: list[dict]  # the trainer's figures, one row a step
     used: dict[int, Used]  # by process id
+    rollouts: list[list[dict]] = field(default_factory=list)  # each rollout's figures
 
     def seconds(self, first: int) -> float:
         """From the end of step ``first`` to the end of the last."""
@@ -61,7 +63,13 @@ def mesh_run(config: Path, run: Path, rollouts: int, overrides: list[str]) -> Me
     arguments = ["up", str(config), "--plain", "--rollouts", str(rollouts), "--run", str(run), *options]
     out = run.with_suffix(".out")
     with open(out, "wb") as file:
-        process = subprocess.Popen([command("mesh"), *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            [command("mesh"), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment_of_tasks(),
+        )
     used: dict[int, Used] = {}
     deadline = time.monotonic() + LIMIT_S
     try:
@@ -78,7 +86,18 @@ def mesh_run(config: Path, run: Path, rollouts: int, overrides: list[str]) -> Me
         last = " | ".join(out.read_text(errors="replace").splitlines()[-3:])
         raise RuntimeError(f"the mesh ended with exit code {process.returncode}: {last}")
     rows = [json.loads(line) for line in _metrics(run).read_text().splitlines()]
-    return MeshRun(json.loads((run / "summary.json").read_text()), [r for r in rows if "time/step_s" in r], used)
+    rollout_rows = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted((run / "metrics").glob("rollout*.jsonl"))
+    ]
+    summary = json.loads((run / "summary.json").read_text())
+    return MeshRun(summary, [r for r in rows if "time/step_s" in r], used, rollout_rows)
+
+
+def environment_of_tasks() -> dict[str, str]:
+    """In which the tasks and rewards of ``parts`` can be imported by name."""
+    paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _metrics(run: Path) -> Path:

@@ -7,11 +7,12 @@ socket, no copy of the weights, no proof, no ledger, no figures: whatever the me
 """
 
 import argparse
+import bisect
 import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from roles.rollout.engines.decode import Batch
 from roles.rollout.tasks import load_reward, load_task
 from roles.rollout.tasks.base import Prompt, encode
 from roles.trainer.batch import Sample, samples_of
+from roles.trainer.dataset import permutation
 from roles.trainer.losses import DriftThreshold
 from roles.trainer.policy import load_policy
 from transport.messages import Completion, Group, Segment
@@ -41,7 +43,10 @@ class PlainLoop:
         self.reward = load_reward(config.task)
         self.threshold = DriftThreshold(config.trainer.negative_max_drift)
         self.random = random.Random(config.run.seed)
-        self.order = self.random.sample(range(len(self.task.train)), len(self.task.train))
+        # as a mesh deals them
+        self.order = permutation(len(self.task.train), config.run.seed, 0)[::-1].tolist()
+        self.delay: Callable[[Prompt, int], float] | None = None  # seconds that completion i of a prompt waits first
+        self.rewards: list[float] = []  # the mean of each step
         with torch.inference_mode():
             self.batch = Batch(self.policy.model, [self.policy.tokenizer.eos_token_id])
 
@@ -49,6 +54,7 @@ class PlainLoop:
         """One optimizer step on one batch of fresh samples; the seconds it sampled and the seconds it learned."""
         began = time.perf_counter()
         samples = self.samples(self.groups(VERSION), VERSION)
+        self.rewards.append(float(np.mean([s.reward for s in samples])))
         sampled = time.perf_counter()
         scores = self.policy.accumulate(samples, self.threshold)
         assert scores is not None  # nobody gives up here
@@ -88,16 +94,30 @@ class PlainLoop:
             for _ in range(size)
         ]
         order = {id(p): i for i, p in enumerate(waiting)}
+        due = [0.0] * len(waiting)
+        if self.delay is not None:
+            delays = [self.delay(prompt, i) for prompt in prompts for i in range(size)]
+            waiting = [p for _, p in sorted(zip(delays, waiting, strict=True), key=lambda pair: pair[0])]
+            due = [time.perf_counter() + seconds for seconds in sorted(delays)]
         done: list[Sampled | None] = [None] * len(waiting)
         while waiting or len(self.batch):
             room = rollout.max_batch - len(self.batch)
-            if waiting and room:
-                self.batch.admit(waiting[:room], version)
-                waiting = waiting[room:]
+            ready = min(room, bisect.bisect_right(due, time.perf_counter()))
+            if ready:
+                self.batch.admit(waiting[:ready], version)
+                waiting, due = waiting[ready:], due[ready:]
+            elif not len(self.batch):
+                time.sleep(max(0.0, due[0] - time.perf_counter()))  # of what is sampled here: nothing else can be done
+                continue
             for pending, sampled in self.batch.step():
                 assert isinstance(sampled, Sampled), sampled
                 done[order[id(pending)]] = sampled
         return [(ids, done[g * size : (g + 1) * size]) for g, ids in enumerate(tokens)]  # type: ignore[misc]
+
+    def accuracy(self, prompts: Sequence[Prompt]) -> float:
+        """The share of right answers, one sampled for each prompt."""
+        groups = [self.score(p, *group, VERSION) for p, group in zip(prompts, self.sample(prompts, 1), strict=True)]
+        return float(np.mean([c.reward == 1.0 for group in groups for c in group.completions]))
 
     def score(self, prompt: Prompt, tokens: np.ndarray, sampled: list[Sampled], version: Version) -> Group:
         texts = self.policy.tokenizer.batch_decode([s.tokens for s in sampled], skip_special_tokens=True)
@@ -116,13 +136,22 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--evaluate", action="store_true", help="accuracy on the held-out prompts, after the last step")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     loop = PlainLoop(settings.load(arguments.config, arguments.set))
+    if loop.config.task.rollout:
+        from parts.waiting import delay  # the only rollout of its own that a plain loop knows
+
+        loop.delay = delay
     times = []
     for _ in range(loop.config.run.steps):
         times.append(loop.step())
-    json.dump({"sample_s": [a for a, _ in times], "learn_s": [b for _, b in times]}, sys.stdout)
+    report = {"sample_s": [a for a, _ in times], "learn_s": [b for _, b in times], "reward": loop.rewards}
+    if arguments.evaluate:
+        loop.delay = None
+        report["accuracy_after"] = loop.accuracy(loop.task.heldout)
+    json.dump(report, sys.stdout)
 
 
 if __name__ == "__main__":
