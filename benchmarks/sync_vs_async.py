@@ -1,4 +1,4 @@
-"""Synchronous against asynchronous training on the same cores: the tuned plain loop, and the mesh at max_lag 0, 1, 2, 4.
+"""Synchronous against asynchronous training on the same cores: a tuned plain loop, and the mesh at max_lag 0 to 4.
 
 What is ideal is said first: cores that generate do not train. Where nobody waits, a loop that keeps all cores busy by
 turns does as much in a second as one that divides them, and the ideal of asynchronous training is 1.0 times the plain
