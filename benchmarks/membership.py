@@ -22,8 +22,8 @@ from tests.sim import scale
 
 SIMULATED = (10, 30, 100, 300, 1000)
 REAL = (10, 30, 100)
-QUIET_S = 10.0
-DEATHS = 3
+QUIET_S = 8.0
+DEATHS = 2
 UNITS = {"processor": "ms/s", "loopback": "B/s", "memory": "MiB", "first": "s", "last": "s", "join": "s"}
 WHAT = {
     "processor": "processor time of a member",
