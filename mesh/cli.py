@@ -141,6 +141,21 @@ def _doctor(
     raise typer.Exit(doctor(run=run, config=config, rendezvous=rendezvous))
 
 
+@_mesh.command("report")
+def _report(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Default RUN/report.html.")] = None,
+) -> None:
+    """One page about a run, finished or not: what was learned, where time and samples went, who came and died."""
+    from roles.report import write_report
+
+    try:
+        print(write_report(run, out))
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
 @_mesh.command("trace")
 def _trace(
     run: Annotated[Path, typer.Argument(help="Run directory.")],

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mesh import config as settings
+from roles.report import write_report
 from roles.trace import write_trace
 from roles.trainer import ledger
 from tests.traces import overlapping
@@ -74,6 +75,15 @@ def test_the_trace_shows_what_every_peer_did(finished):
         assert {name for of, name in names if of == pid} == {"wait for credit", "generate", "score", "receive", "apply"}
     groups = finished.summary()["ledger"]
     assert names[2, "score"] + names[3, "score"] >= groups["trained"]
+
+
+def test_the_report_says_what_the_summary_says(finished):
+    text = write_report(finished.run).read_text()
+    summary = finished.summary()
+    assert f"rose from {summary['accuracy_before']:.2f} to {summary['accuracy_after']:.2f}" in text
+    assert f"trained {summary['ledger']['trained']:,}" in text
+    assert "3 peers; none died, none joined on the way" in text
+    assert "Not to be seen here" not in text
 
 
 def test_no_step_trained_an_older_group_than_allowed(finished):
