@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple
 import psutil
 
 LIMIT_S = 90.0
-SETTLE_S = 3.0
+SETTLE_S = 10.0
 PR_SET_PDEATHSIG = 1
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # the least processor time that can be told from none
 HERE = Path(__file__).resolve()
