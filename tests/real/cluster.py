@@ -45,6 +45,9 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=30
 SchedulerParameters=bf_interval=1,sched_min_interval=200000
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 """
 
 
@@ -129,7 +132,8 @@ class Cluster:
         config = CONFIG.format(host=host, user=getpass.getuser(), controller=ports[0], directory=directory)
         for name, port in zip(self.nodes, ports[1:], strict=True):
             config += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1 State=UNKNOWN\n"
-        config += "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
+        config += "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE GraceTime=60 PriorityTier=1\n"
+        config += "PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF\n"
         (directory / "slurm.conf").write_text(config)
         launchers = ("SLURM_", "SRUN_", "SBATCH_", "MESH_")
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
@@ -150,8 +154,9 @@ class Cluster:
         soon(self._ready, lambda: f"all nodes are idle: {self._log('slurmctld')}")
 
     def _ready(self) -> bool:
+        assert self.daemons["slurmctld"].poll() is None, self._log("slurmctld")
         done = self._run("sinfo", "--noheader", "--Node", "--format=%N %t")
-        return done.returncode == 0 and sorted(done.stdout.splitlines()) == [f"{name} idle" for name in self.nodes]
+        return done.returncode == 0 and sorted(set(done.stdout.splitlines())) == [f"{name} idle" for name in self.nodes]
 
     def _daemon(self, name: str, *command: str) -> None:
         with open(self.directory / f"{name}.out", "wb") as out:

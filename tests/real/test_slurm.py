@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, missing, soon
+from cluster import Cluster, Job, missing, soon
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -66,14 +66,15 @@ def test_rollouts_are_added_and_a_node_fails_while_one_step_goes_on(cluster):
     assert summary["ledger_closed"]
 
 
-def test_a_warned_job_of_two_steps_saves_and_is_requeued_and_resumes(cluster):
+def test_a_preempted_job_of_two_steps_saves_and_is_requeued_and_resumes(cluster):
     job = submit(cluster, "two-steps.sbatch", 24)
     job.reaches(4)
-    cluster.command("scancel", "--batch", "--signal=USR1", job.number)  # as SLURM does before the time limit
+    urgent = cluster.command("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--wrap=true").strip()
     soon(lambda: job.shown()["Restarts"] == "1", lambda: f"requeued: {job.account()}")
     reached = job.step()
     assert list(job.run.glob(f"checkpoints/{reached}-*")), "saved once, at the step it had come to"
     assert len(list(job.run.glob("checkpoints/*-*"))) == 1
+    soon(lambda: Job(cluster, urgent).state == "COMPLETED", lambda: f"the urgent job ran: {job.account()}")
     cluster.command("scontrol", "update", f"JobId={job.number}", "StartTime=now+5")  # not after two minutes
     summary = job.finishes()
     assert (summary["steps"], summary["ledger_closed"]) == (24, True)
