@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Findings:
-    sizes = {1: (2,), 8: (2,)} if arguments.quick else {s: n for s, n in SIZES.items() if s <= arguments.most_mib}
+    sizes = {8: (2,)} if arguments.quick else {s: n for s, n in SIZES.items() if s <= arguments.most_mib}
     rounds = 2 if arguments.quick else arguments.rounds
     killed = (8, 2) if arguments.quick else KILLED
     found: dict[tuple[int, int], dict[str, list[Any]]] = {}
