@@ -14,8 +14,9 @@ an interval is empty: then its middle is taken, and half its overlap is the erro
 import heapq
 import json
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ Interval = tuple[float, float]
 
 @dataclass(eq=False)
 class Process:
-    """One process and its spans, oldest first, each with ``at`` and ``s`` in seconds."""
+    """One process and its spans, oldest first, each with ``at`` and ``s`` in seconds of its own clock; so is the rest:
+    ``began`` when it started, ``since`` and ``until`` when the first span that is kept begins and the last one ends."""
 
     peer: str
     id: str
@@ -36,22 +38,35 @@ class Process:
     began: float
     software: dict[str, str] = field(default_factory=dict)
     spans: list[dict[str, Any]] = field(default_factory=list)
-    credits: list[dict[str, Any]] = field(default_factory=list)
+    ordered: dict[int, tuple[str, float, float]] = field(default_factory=dict)  # credit: to whom, when, its arrival
+    made: list[tuple[str, int, float, float]] = field(default_factory=list)  # trainer and credit, from when to when
+    since: float = math.inf
+    until: float = -math.inf
     offset: float = 0.0  # to be added to its times
     error: float | None = 0.0  # at most so wrong; None: nothing is known of its clock
 
     @property
-    def first(self) -> float:
-        return min([self.began, *(row["at"] for row in self.spans[:1])]) + self.offset
+    def life(self) -> Interval:
+        """From its start, or what it did first, to what it did last, on the clock of all."""
+        return min(self.began, self.since) + self.offset, max(self.began, self.until) + self.offset
 
-    @property
-    def last(self) -> float:
-        return max([self.began, *(row["at"] + row["s"] for row in self.spans)]) + self.offset
+    def add(self, row: dict[str, Any], names: Collection[str] | None) -> None:
+        credit, began, ended = row.get("credit"), row["at"], row["at"] + row["s"]
+        if isinstance(row.get("to"), str) and isinstance(credit, int):
+            self.ordered[credit] = sys.intern(row["to"]), began, ended
+            return
+        if not isinstance(row.get("span"), str):
+            return
+        self.since, self.until = min(self.since, began), max(self.until, ended)
+        if isinstance(row.get("trainer"), str) and isinstance(credit, int):
+            self.made.append((sys.intern(row["trainer"]), credit, began, ended))
+        if names is None or row["span"] in names:
+            self.spans.append(row)
 
 
-def read(run: Path) -> list[Process]:
-    """The processes of a run, trainers first, with their clocks brought together. Lines that are no rows are passed
-    over: a killed process leaves half of one."""
+def read(run: Path, names: Collection[str] | None = None) -> list[Process]:
+    """The processes of a run, trainers first, with their clocks brought together and the spans of these ``names``, or
+    all. Lines that are no rows are passed over: a killed process leaves half of one."""
     found: dict[str, Process] = {}
     files = sorted((run / DIRECTORY).glob("*.jsonl"))
     for path in sorted(files, key=lambda p: (p.stem.removesuffix(OLDER), not p.stem.endswith(OLDER))):
@@ -59,10 +74,8 @@ def read(run: Path) -> list[Process]:
         for row in _rows(path):
             if "peer" in row:
                 process = found.setdefault(str(row.get("id")), _process(row))
-            elif process is not None and "credit" in row and "to" in row:
-                process.credits.append(row)
-            elif process is not None and isinstance(row.get("span"), str):
-                process.spans.append(row)
+            elif process is not None:
+                process.add(row, names)
     processes = sorted(found.values(), key=lambda p: (p.role != "trainer", p.peer, p.began))
     for process in processes:
         process.spans.sort(key=lambda row: (row["at"], -row["s"]))
@@ -102,7 +115,7 @@ def set_clocks(processes: list[Process]) -> None:
     """Offset and error of each process, against the one that shares the most credits with others."""
     if not processes:
         return
-    reference = max(processes, key=lambda p: len(p.credits))
+    reference = max(processes, key=lambda p: len(p.ordered))
     known = _reached(reference, _between(processes))
     for process in processes:
         interval = known.get(process)
@@ -121,16 +134,16 @@ def _settled(low: float, high: float) -> tuple[float, float]:
 def _between(processes: list[Process]) -> dict[Process, dict[Process, Interval]]:
     """For each pair that shares credits: within what bounds lies what is added to the second's clock to get the
     first's."""
-    ordered = {(p.id, row["credit"]): (p, row) for p in processes for row in p.credits}
+    trainers = {p.id: p for p in processes if p.ordered}
     bounds: dict[tuple[Process, Process], Interval] = {}
     for rollout in processes:
-        for row in rollout.spans:
-            trainer, order = ordered.get((row.get("trainer"), row.get("credit")), (None, {}))
-            if trainer is None or order["to"] != rollout.id:
+        for of, credit, begun, done in rollout.made:
+            trainer = trainers.get(of)
+            to, ordered, arrived = trainer.ordered.get(credit, ("", 0.0, 0.0)) if trainer else ("", 0.0, 0.0)
+            if trainer is None or to != rollout.id:
                 continue
             low, high = bounds.get((trainer, rollout), (-math.inf, math.inf))
-            begun, done = row["at"], row["at"] + row["s"]
-            bounds[trainer, rollout] = max(low, order["at"] - begun), min(high, order["at"] + order["s"] - done)
+            bounds[trainer, rollout] = max(low, ordered - begun), min(high, arrived - done)
     edges: dict[Process, dict[Process, Interval]] = defaultdict(dict)
     for (trainer, rollout), (low, high) in bounds.items():
         edges[trainer][rollout] = low, high

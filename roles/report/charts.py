@@ -271,7 +271,7 @@ def lives(width: float, label: str, rows: Sequence[Row], until: float, turns: Se
         out.append(text(0, y - 3, row.name, "start") if above else text(left - 8, y + 12, row.name, "end"))
         for first, last, busy in row.bars:
             x, wide = frame.x(first), max(2.0, frame.x(last) - frame.x(first))
-            out.append(box(x, y, wide, 16, row.colour, f"{row.name}: {last - first:.1f} s", 0.25))
+            out.append(box(x, y, wide, 16, row.colour, f"{row.name}: {last - first:.1f} s", 0.25 if busy else 0.5))
             slot = wide / max(1, len(busy))
             for k, part in enumerate(busy):
                 if part > 0.03:

@@ -7,7 +7,7 @@ import json
 import re
 import time
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,16 @@ PARTS = {  # of a step, in the order in which they are drawn, with what a reader
 }
 REST = "rest"
 GONE = re.compile(r"(?P<peer>.+) (?P<how>joined|left|died)")
+NEEDED = re.compile(r"time|step|event|text|reward|term|wall_s|time/\w+|lag_\d+|eval_\w+")
 WAITING = ("wait", "sync", "wait for credit")
 CELLS = 160  # of a peer's life, each with how busy it was
 MOST_EVENTS = 300
 FIRST_LINES = 20  # of errors, of one log
 LOGGED = re.compile(r"(?P<when>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ (?P<level>ERROR|CRITICAL) (?P<text>.*)")
+
+
+Stretch = tuple[float, float, list[float]]
+"""From when to when, and how busy in each part of it; no parts where nobody knows."""
 
 
 @dataclass
@@ -45,7 +50,7 @@ class Life:
     peer: str
     role: str
     host: str = ""
-    spans: list[tuple[float, float, list[float]]] = field(default_factory=list)
+    spans: list[Stretch] = field(default_factory=list)
     happened: list[tuple[float, str]] = field(default_factory=list)
 
 
@@ -81,7 +86,7 @@ class Facts:
     tokens: dict[str, int] = field(default_factory=dict)
     evaluation: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
-    untrained: int = 0
+    untrained: dict[str, int] = field(default_factory=dict)  # prompts, by why they were given up
     closes: bool | None = None
     settings: str = ""
     changed: list[tuple[str, str, str]] = field(default_factory=list)  # key, value, default
@@ -95,16 +100,21 @@ def gather(run: Path) -> Facts:
     if not run.is_dir():
         raise ValueError(f"{run} is not a run directory")
     facts = Facts(run.resolve())
-    rows = {path.stem: list(read_rows(path)) for path in sorted((run / "metrics").glob("*.jsonl"))}
+    rows = {path.stem: [_needed(row) for row in read_rows(path)] for path in sorted((run / "metrics").glob("*.jsonl"))}
     _settings(facts)
     _summary(facts)
     _figures(facts, rows)
-    processes = read(run)
+    processes = read(run, WAITING)
     _lives(facts, rows, processes)
     _events(facts, rows)
     _ledger(facts)
     _state(facts)
     return facts
+
+
+def _needed(row: dict) -> dict:
+    """Rows have many figures; a long run has many rows."""
+    return {name: value for name, value in row.items() if NEEDED.fullmatch(name)}
 
 
 def _settings(facts: Facts) -> None:
@@ -209,7 +219,7 @@ def _lives(facts: Facts, rows: dict[str, list[dict]], processes: list[Process]) 
     stretches: list[tuple[Life, float, float, list[float]]] = []
     for p in processes:
         life = found.setdefault(p.peer, Life(p.peer, p.role, p.host))
-        stretches.append((life, p.first, p.last, busy(p)))
+        stretches += [(life, *stretch) for stretch in stretches_of(p)]
         facts.software[p.peer] = p.software
     for peer, of in rows.items():
         times = [row["time"] for row in of if _is(row, "time")]
@@ -230,20 +240,22 @@ def _lives(facts: Facts, rows: dict[str, list[dict]], processes: list[Process]) 
         facts.missing["software"] = f"no peer has written to {facts.run / 'spans'} which versions it runs"
 
 
-def busy(process: Process) -> list[float]:
-    """For each part of its life the share in which it did not wait for others."""
-    first, last = process.first, process.last
-    if last <= first:
-        return []
+def stretches_of(process: Process) -> list[Stretch]:
+    """The life of a process: of what is before the first span that is kept nobody knows how busy it was, after it for
+    each part the share in which it did not wait for others."""
+    first, last = process.life
+    known = process.since + process.offset
+    if not first <= known < last:
+        return [(first, last, [])]
     wait = [0.0] * CELLS
-    size = (last - first) / CELLS
+    size = (last - known) / CELLS
     for row in process.spans:
-        if row["span"] in WAITING:
-            begun = max(0.0, row["at"] + process.offset - first)
-            ended = begun + row["s"]
-            for n in range(int(begun / size), min(CELLS, int(ended / size) + 1)):
-                wait[n] += max(0.0, min(ended, (n + 1) * size) - max(begun, n * size))
-    return [max(0.0, 1.0 - w / size) for w in wait]
+        begun = max(0.0, row["at"] + process.offset - known)
+        ended = begun + row["s"]
+        for n in range(int(begun / size), min(CELLS, int(ended / size) + 1)):
+            wait[n] += max(0.0, min(ended, (n + 1) * size) - max(begun, n * size))
+    cells = [max(0.0, 1.0 - w / size) for w in wait]
+    return [(first, known, []), (known, last, cells)] if known > first else [(first, last, cells)]
 
 
 def _events(facts: Facts, rows: dict[str, list[dict]]) -> None:
@@ -297,7 +309,7 @@ def _ledger(facts: Facts) -> None:
     facts.groups, facts.tokens = dict(replayed.groups), dict(replayed.tokens)
     facts.evaluation = dict(replayed.accounts.evaluation)
     facts.reasons = {why: n for why, n in replayed.accounts.reasons.items() if n}
-    facts.untrained = len(replayed.closed)
+    facts.untrained = dict(Counter(c.why for c in replayed.closed))
     facts.closes = replayed.closes()
     if isinstance(facts.summary.get("ledger"), dict) and not _running(facts):
         # settled by the lineage of the final weights

@@ -20,6 +20,7 @@ ENDS = {
     "held": "faint", "evaluated": "good",
 }  # fmt: skip
 OF_EVENTS = {"died": "bad", "error": "bad", "joined": "good", "left": "dim", "warning": "warn"}
+MOST_WHYS = 20
 MOST_SAID = 8  # marks with words in the first chart
 
 STYLE = """
@@ -257,8 +258,8 @@ def _peers(facts: Facts) -> str:
     )
     items = [("c0", "trainer"), ("c4", "rollout")]
     text = (
-        "Full colour: it works; faint: it waits for others. A cross stands where the others noticed a death, a ring "
-        "where they saw a peer join or leave."
+        "Full colour: it works; faint: it waits for others; in between: nobody knows. A cross stands where the others "
+        "noticed a death, a ring where they saw a peer join or leave."
     )
     hosts = {life.host for life in facts.lives if life.host}
     if len(hosts) > 1:
@@ -296,10 +297,12 @@ def _ledger(facts: Facts) -> str:
         parts.append(_account("groups ordered for evaluation", evaluation.pop("issued", 0), evaluation))
     if facts.reasons:
         ordered = sorted(facts.reasons.items(), key=lambda item: -item[1])
-        rows = [(*why.partition(": ")[::2], f"{n:,}") for why, n in ordered]
+        rows = [(*why.partition(": ")[::2], f"{n:,}") for why, n in ordered[:MOST_WHYS]]
         parts.append("<h3>Why groups were not trained</h3>" + table(("account", "why", "groups"), rows, (2,)))
     if facts.untrained:
-        parts.append(f"<p>{e(many(facts.untrained, 'prompts'))} closed without being trained.</p>")
+        ordered = sorted(facts.untrained.items(), key=lambda item: -item[1])[:MOST_WHYS]
+        head = f"{many(sum(facts.untrained.values()), 'prompts')} given up in their epoch"
+        parts.append(f"<h3>{e(head)}</h3>" + table(("why", "prompts"), [(why, f"{n:,}") for why, n in ordered], (1,)))
     return section("ledger", title, *parts)
 
 
