@@ -6,6 +6,8 @@ USAGE = 2
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may requeue
 STOPPED = 130
 
+NO_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory")
+
 
 class Requeue(RuntimeError):
     """The peer cannot go on for want of others; what could be saved is saved. Exit code 75."""
@@ -30,5 +32,18 @@ def parting(error: BaseException | None) -> str:
         return "finished"
     if isinstance(error, Stopped):
         return "stopped"
+    if isinstance(error, Requeue | GivenUp | Slept | ValueError):
+        return " ".join(str(error).split())
+    return unexpected(error)
+
+
+def unexpected(error: BaseException) -> str:
+    """An error that nobody foresaw, in one line. One that many meet, of which libraries tell in their own ways, comes
+    with what to do."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, Requeue | GivenUp | Slept | ValueError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, MemoryError) or any(sign in text for sign in NO_MEMORY):
+        return (
+            f"out of memory: {text[:300]}; lower trainer.micro_batch_tokens (of a trainer) or rollout.max_batch (of a "
+            "rollout), start fewer peers on this host, or take a smaller model"
+        )
+    return f"{type(error).__name__}: {text}"

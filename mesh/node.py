@@ -199,7 +199,7 @@ def run_node(
         return exits.FAILURE
     except Exception as e:  # the last place that can say it in one line
         log.debug("failed", exc_info=True)
-        log.error("error: %s: %s%s", type(e).__name__, e, where)
+        log.error("error: %s%s", exits.unexpected(e), where)
         return exits.FAILURE
 
 
