@@ -5,6 +5,7 @@ first sample of the first step. The accuracy of a step is the share of right ans
 costs nobody an evaluation; with samples that are some versions old it is a little late, to the loss of the mesh.
 """
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -70,18 +71,22 @@ def plain(overrides: Sequence[str], layout: Layout, samples: int, evaluate: bool
     if done.returncode:
         raise RuntimeError(f"the plain loop failed: {done.stderr[-2000:]}")
     told = json.loads(done.stdout)
-    ends, now = [], 0.0
-    for sample_s, learn_s in zip(told["sample_s"], told["learn_s"], strict=True):
-        now += sample_s + learn_s
-        ends.append(now)
-    details = {
+    steps = [a + b for a, b in zip(told["sample_s"], told["learn_s"], strict=True)]
+    outcome = outcome_of(steps, told["reward"], samples, told.get("accuracy_after"))
+    timed = sum(steps[WARM:])
+    outcome.details = {
         "sample_s": statistics.fmean(told["sample_s"][WARM:]),
         "learn_s": statistics.fmean(told["learn_s"][WARM:]),
-        "trainer_idle_share": sum(told["sample_s"][WARM:]) / (ends[-1] - ends[WARM - 1]),
-        "rollouts_idle_share": sum(told["learn_s"][WARM:]) / (ends[-1] - ends[WARM - 1]),
+        "trainer_idle_share": sum(told["sample_s"][WARM:]) / timed,
+        "rollouts_idle_share": sum(told["learn_s"][WARM:]) / timed,
         "wasted_token_share": 0.0,
     }
-    return Outcome(ends, told["reward"], samples, told.get("accuracy_after"), details)
+    return outcome
+
+
+def outcome_of(steps: Sequence[float], rewards: list[float], samples: int, accuracy: float | None) -> Outcome:
+    """Of one process, whose steps took so many seconds."""
+    return Outcome(list(itertools.accumulate(steps)), rewards, samples, accuracy)
 
 
 def mesh(overrides: Sequence[str], layout: Layout, samples: int, directory: Path, config: Path = CONFIG) -> Outcome:
