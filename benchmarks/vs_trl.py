@@ -31,8 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parts.cells import mean_interval
-from parts.contest import WARM, WINDOW, Layout, Outcome, mesh, outcome_of, plain
-from parts.held_lag import EASY
+from parts.contest import EASY, WARM, WINDOW, Layout, Outcome, mesh, outcome_of, plain
 from parts.measure import ROOT, Result, Spread, compare
 from parts.mesh_run import environment_of_tasks
 from parts.picture import Panel, point

@@ -15,11 +15,12 @@ import torch
 
 from mesh import config as settings
 from mesh.version import Version
+from parts.contest import EASY
 from parts.corrections import CORRECTIONS, Corrected
 from parts.measure import ROOT
 from parts.plain_loop import LINEAGE, TERM, PlainLoop
 from roles.rollout.tasks.base import Prompt
-from roles.starter import Recipe, ensure
+from roles.starter import ensure
 from roles.trainer.buffer import Buffer
 from roles.trainer.figures import policy_figures, teaching_figures
 from transport.messages import Credit
@@ -33,7 +34,6 @@ TASKS = {
     "many": ("quickstart.toml", ["task.reward=parts.rewards:smallest_first"]),
     "smollm2": ("smollm2-135m.toml", []),
 }
-EASY = Recipe(ascending=0.35, descending=0.35)  # sampled, it starts right in 15 to 20 of a hundred answers
 FIGURES = ("ess_token", "ess_sequence", "log_ratio_mean", "entropy", "negative_mass", "failure_masked")
 LAST = 5  # evaluations that are averaged
 MANY, FEW = 16, 8  # samples of a prompt for distinct right answers, and k of pass@k

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0
 
 
-@pytest.mark.parametrize("name", ["paced", "weights", "trajectories", "membership", "staleness"])
+@pytest.mark.parametrize("name", ["paced", "weights", "trajectories", "membership", "staleness", "sync_vs_async"])
 def test_a_benchmark_works(name, tmp_path):
     script = ROOT / "benchmarks" / f"{name}.py"
     done = subprocess.run(
