@@ -84,22 +84,30 @@ def read(run: Path, names: Collection[str] | None = None) -> list[Process]:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    for row in objects(path):
+        if "peer" in row or (seconds(row.get("at")) and seconds(row.get("s"))):
+            yield row
+
+
+def objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file, one a line; other lines are passed over."""
     with open(path, errors="replace") as file:
         for line in file:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(row, dict) and ("peer" in row or (_seconds(row.get("at")) and _seconds(row.get("s")))):
+            if isinstance(row, dict):
                 yield row
 
 
-def _seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+def seconds(value: Any) -> bool:
+    """Whether it may be a time, or a duration."""
+    return isinstance(value, int | float) and 0 <= value < 1e11
 
 
 def _process(row: dict[str, Any]) -> Process:
-    began = row["time"] if _seconds(row.get("time")) else 0.0
+    began = row["time"] if seconds(row.get("time")) else 0.0
     software = row["software"] if isinstance(row.get("software"), dict) else {}
     return Process(
         str(row["peer"]),

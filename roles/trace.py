@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from roles.metrics import read_rows
-from roles.timeline import Process, read
+from mesh.rundir import write_whole
+from roles.timeline import Process, objects, read, seconds
 
 NAMES = {
     "wait": "wait for groups",
@@ -36,14 +36,15 @@ def write_trace(run: Path, out: Path | None = None) -> tuple[Path, list[Process]
     processes = read(run)
     if not processes:
         raise ValueError(f"{run / 'spans'} holds no spans: peers write them there from the moment they join")
-    happened = [row for path in sorted((run / "metrics").glob("*.jsonl")) for row in read_rows(path) if "event" in row]
+    rows = (row for path in sorted((run / "metrics").glob("*.jsonl")) for row in objects(path))
+    happened = [row for row in rows if "event" in row and seconds(row.get("time"))]
     trace = {
         "displayTimeUnit": "ms",
         "otherData": {"run": run.name, "clocks": {p.peer: _clock(p) for p in processes}},
         "traceEvents": events(processes, happened),
     }
     out = out or run / "trace.json"
-    out.write_text(json.dumps(trace))
+    write_whole(out, json.dumps(trace))
     return out, processes
 
 
@@ -58,7 +59,7 @@ def events(processes: list[Process], happened: Iterable[dict[str, Any]] = ()) ->
     for pid, process in enumerate(processes, 1):
         found += _of_process(pid, process, zero)
     found += _arrows(found)
-    at = {what: when for when, what in sorted(((r["time"], r["text"]) for r in happened), reverse=True)}
+    at = {what: when for when, what in sorted(((r["time"], str(r.get("text"))) for r in happened), reverse=True)}
     for text, when in at.items():  # several trainers saw it: the first
         if when >= zero:
             found.append({"name": text, "cat": "mesh", "ph": "i", "s": "g", "ts": _us(when - zero), "pid": 1, "tid": 1})

@@ -4,8 +4,9 @@ Each function draws for a width in pixels and returns one ``<svg>``. Text is esc
 the width, not by how long a run was: values that share a pixel are averaged before.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -76,6 +77,8 @@ class Frame:
 
 def number(value: float) -> str:
     """As short as a person would write it."""
+    if not math.isfinite(value):
+        return str(value)
     if value and abs(value) < 0.01:
         return f"{value:.1g}"
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
@@ -273,9 +276,8 @@ def lives(width: float, label: str, rows: Sequence[Row], until: float, turns: Se
             x, wide = frame.x(first), max(2.0, frame.x(last) - frame.x(first))
             out.append(box(x, y, wide, 16, row.colour, f"{row.name}: {last - first:.1f} s", 0.25 if busy else 0.5))
             slot = wide / max(1, len(busy))
-            for k, part in enumerate(busy):
-                if part > 0.03:
-                    out.append(box(x + k * slot, y, slot + 0.3, 16, row.colour, opacity=0.75 * min(1.0, part)))
+            for k, count, shade in _alike(busy):
+                out.append(box(x + k * slot, y, count * slot + 0.3, 16, row.colour, opacity=0.75 * shade))
         for mark in row.marks:
             x = frame.x(mark.x)
             out.append(_sign(x, y + 8, mark))
@@ -283,6 +285,16 @@ def lives(width: float, label: str, rows: Sequence[Row], until: float, turns: Se
     out.append(line(left, base, width - frame.right, base, "grid"))
     out.append(frame.numbers("seconds since the first peer was there"))
     return svg(width, frame.height, label, *out)
+
+
+def _alike(busy: Sequence[float], shades: int = 8) -> Iterator[tuple[int, int, float]]:
+    """Neighbours of one shade together: the first, how many, the shade. What has none is left out."""
+    first = 0
+    for shade, group in itertools.groupby(round(shades * part) for part in busy):
+        count = len(list(group))
+        if shade:
+            yield first, count, shade / shades
+        first += count
 
 
 def _sign(x: float, y: float, mark: Mark) -> str:

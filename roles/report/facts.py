@@ -16,8 +16,7 @@ import msgspec
 
 from mesh.config import Config
 from mesh.rundir import RunDir
-from roles.metrics import read_rows
-from roles.timeline import Process, read
+from roles.timeline import Process, objects, read, seconds
 from roles.trainer import ledger
 
 PARTS = {  # of a step, in the order in which they are drawn, with what a reader calls them
@@ -31,7 +30,7 @@ PARTS = {  # of a step, in the order in which they are drawn, with what a reader
 }
 REST = "rest"
 GONE = re.compile(r"(?P<peer>.+) (?P<how>joined|left|died)")
-NEEDED = re.compile(r"time|step|event|text|reward|term|wall_s|time/\w+|lag_\d+|eval_\w+")
+FIGURES = re.compile(r"time|step|reward|term|wall_s|time/\w+|lag_\d+|eval_\w+")
 WAITING = ("wait", "sync", "wait for credit")
 CELLS = 160  # of a peer's life, each with how busy it was
 MOST_EVENTS = 300
@@ -39,6 +38,7 @@ FIRST_LINES = 20  # of errors, of one log
 LOGGED = re.compile(r"(?P<when>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ (?P<level>ERROR|CRITICAL) (?P<text>.*)")
 
 
+Row = dict[str, Any]
 Stretch = tuple[float, float, list[float]]
 """From when to when, and how busy in each part of it; no parts where nobody knows."""
 
@@ -78,7 +78,7 @@ class Facts:
     lags: dict[int, float] = field(default_factory=dict)
     max_lag: int | None = None
     times: dict[int, dict[str, float]] = field(default_factory=dict)
-    by_trainer: dict[str, dict[str, float]] = field(default_factory=dict)
+    trainers: set[str] = field(default_factory=set)  # that made a step
     lives: list[Life] = field(default_factory=list)
     happened: list[Happened] = field(default_factory=list)
     terms: list[tuple[float, int, int]] = field(default_factory=list)  # time, step, term
@@ -100,7 +100,10 @@ def gather(run: Path) -> Facts:
     if not run.is_dir():
         raise ValueError(f"{run} is not a run directory")
     facts = Facts(run.resolve())
-    rows = {path.stem: [_needed(row) for row in read_rows(path)] for path in sorted((run / "metrics").glob("*.jsonl"))}
+    rows = {
+        path.stem: [row for raw in objects(path) if (row := _needed(raw))]
+        for path in sorted((run / "metrics").glob("*.jsonl"))
+    }
     _settings(facts)
     _summary(facts)
     _figures(facts, rows)
@@ -112,9 +115,17 @@ def gather(run: Path) -> Facts:
     return facts
 
 
-def _needed(row: dict) -> dict:
-    """Rows have many figures; a long run has many rows."""
-    return {name: value for name, value in row.items() if NEEDED.fullmatch(name)}
+def _needed(row: dict[str, Any]) -> Row:
+    """What is used of a row, of the types that it should have; empty where it has no time. Rows have many figures, and
+    a long run has many rows."""
+    if not seconds(row.get("time")):
+        return {}
+    numbers = {name: value for name, value in row.items() if FIGURES.fullmatch(name) and _finite(value)}
+    return numbers | {name: str(row[name]) for name in ("event", "text") if name in row}
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e15
 
 
 def _settings(facts: Facts) -> None:
@@ -142,11 +153,11 @@ def _flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _toml(value: Any) -> str:
-    return "" if value is None else json.dumps(value, ensure_ascii=False)
+    return "" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _int(value: Any) -> int:
-    return int(value) if isinstance(value, int | float) else 0
+    return int(value) if _finite(value) else 0
 
 
 def _summary(facts: Facts) -> None:
@@ -160,7 +171,7 @@ def _summary(facts: Facts) -> None:
         facts.missing["summary"] = f"{path} cannot be read: {e}"
 
 
-def _figures(facts: Facts, rows: dict[str, list[dict]]) -> None:
+def _figures(facts: Facts, rows: dict[str, list[Row]]) -> None:
     """Of the steps: what all trainers say of one is averaged."""
     rewards: dict[int, list[float]] = defaultdict(list)
     times: dict[int, list[dict[str, float]]] = defaultdict(list)
@@ -170,27 +181,24 @@ def _figures(facts: Facts, rows: dict[str, list[dict]]) -> None:
     tests: dict[int, dict[str, float]] = {}
     for peer, of in rows.items():
         for row in of:
-            step = _int(row.get("step"))
-            if _is(row, "eval_accuracy"):
+            step = int(row.get("step", 0))
+            if "eval_accuracy" in row:
                 tests[step] = row
-            if not _is(row, "time/step_s"):
+            if "time/step_s" not in row:
                 continue
             facts.made = max(facts.made, step)
-            if _is(row, "reward"):
+            if "reward" in row:
                 rewards[step].append(row["reward"])
             parts = {PARTS[k]: row.get(f"time/{k}") or 0.0 for k in PARTS}
             parts[REST] = max(0.0, row["time/step_s"] - sum(parts.values()))
             times[step].append(parts)
-            mean = facts.by_trainer.setdefault(peer, dict.fromkeys([*parts, "steps"], 0.0))
-            for name, seconds in parts.items():
-                mean[name] += seconds
-            mean["steps"] += 1
+            facts.trainers.add(peer)
             shares = {int(k[4:]): row[k] for k in row if re.fullmatch(r"lag_\d+", k) and row[k]}
             for lag, part in shares.items():
                 lags[lag] += part
             seen += bool(shares)
-            if _is(row, "term"):
-                terms[_int(row["term"])] = min(terms.get(_int(row["term"]), (row["time"], step)), (row["time"], step))
+            if "term" in row:
+                terms[int(row["term"])] = min(terms.get(int(row["term"]), (row["time"], step)), (row["time"], step))
     facts.rewards = [(step, sum(of) / len(of)) for step, of in sorted(rewards.items())]
     facts.tests = [tests[step] for step in sorted(tests)]
     facts.lags = {lag: total / seen for lag, total in sorted(lags.items())}
@@ -205,15 +213,11 @@ def _figures(facts: Facts, rows: dict[str, list[dict]]) -> None:
         facts.missing["time"] = nothing
 
 
-def _is(row: dict, name: str) -> bool:
-    return isinstance(row.get(name), int | float)
-
-
 def _mean(of: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(parts[name] for parts in of) / len(of) for name in of[0]}
 
 
-def _lives(facts: Facts, rows: dict[str, list[dict]], processes: list[Process]) -> None:
+def _lives(facts: Facts, rows: dict[str, list[Row]], processes: list[Process]) -> None:
     """By the spans of each process; by its rows of figures where it has none."""
     found: dict[str, Life] = {}
     stretches: list[tuple[Life, float, float, list[float]]] = []
@@ -222,12 +226,12 @@ def _lives(facts: Facts, rows: dict[str, list[dict]], processes: list[Process]) 
         stretches += [(life, *stretch) for stretch in stretches_of(p)]
         facts.software[p.peer] = p.software
     for peer, of in rows.items():
-        times = [row["time"] for row in of if _is(row, "time")]
+        times = [row["time"] for row in of]
         if peer in found or not times:
             continue
         role = "trainer" if any("time/step_s" in row for row in of) else "rollout"
         life = found.setdefault(peer, Life(peer, role))
-        wall = next((row["wall_s"] for row in of if _is(row, "wall_s")), 0.0) if role == "rollout" else 0.0
+        wall = next((row["wall_s"] for row in of if "wall_s" in row), 0.0) if role == "rollout" else 0.0
         stretches.append((life, min(times) - wall, max(times), []))
     everything = [t for _, first, last, _ in stretches for t in (first, last)]
     facts.began, facts.written = min(everything, default=0.0), max(everything, default=0.0)
@@ -258,16 +262,16 @@ def stretches_of(process: Process) -> list[Stretch]:
     return [(first, known, []), (known, last, cells)] if known > first else [(first, last, cells)]
 
 
-def _events(facts: Facts, rows: dict[str, list[dict]]) -> None:
+def _events(facts: Facts, rows: dict[str, list[Row]]) -> None:
     """What several peers saw happened once, when the first saw it."""
     found: dict[tuple[str, str], Happened] = {}
     for of in rows.values():
         for row in of:
-            if not isinstance(row.get("event"), str) or not _is(row, "time"):
+            if "event" not in row:
                 continue
-            key = row["event"], str(row.get("text", ""))
+            key = row["event"], row.get("text", "")
             if key not in found or row["time"] < found[key].at:
-                found[key] = Happened(row["time"], _int(row.get("step")), *key)
+                found[key] = Happened(row["time"], int(row["step"]) if "step" in row else None, *key)
     for path in sorted((facts.run / "logs").glob("*.log")):
         for event in _errors(path):
             found.setdefault((event.kind, event.text), event)

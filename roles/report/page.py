@@ -237,7 +237,7 @@ def _time(facts: Facts) -> str:
     largest = max(kept, key=lambda name: shares[name], default=REST)
     title = f"A step takes {whole / len(steps):.2f} s; {largest} is {percent(shares[largest])} of it"
     drawn = figure(lambda w: charts.stack(w, title, steps, [(n, COLOURS[n], parts[n]) for n in kept]), HALF)
-    text = "Seconds of each step, mean of its trainers." if len(facts.by_trainer) > 1 else "Seconds of each step."
+    text = "Seconds of each step, mean of its trainers." if len(facts.trainers) > 1 else "Seconds of each step."
     heights = [sum(of.values()) for of in facts.times.values()]
     if max(heights) > 1.05 * charts.usual(heights):
         text += f" The slowest took {number(max(heights))} s and is cut off."

@@ -8,6 +8,8 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mesh.rundir import RunDir
 from mesh.version import Ballot, Version
@@ -182,6 +184,32 @@ def test_files_that_a_kill_tore_or_that_contradict_themselves_do_no_harm(run):
     assert "not a ledger record" in text
     assert "summary.json cannot be read" in text
     assert "Accuracy on held-out prompts rose" in text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_stands_in_a_field_there_is_a_page(run, data):
+    paths = sorted([*run.rglob("*.jsonl"), run / "summary.json"])
+    (run / "summary.json").write_text(
+        '{"steps": 12, "tokens_per_s": 3.5, "ledger": {"issued": 4}, "ledger_tokens": {}}'
+    )
+    path = data.draw(st.sampled_from(paths))
+    before = path.read_text()
+    rows = before.splitlines()
+    number = data.draw(st.integers(0, len(rows) - 1))
+    row = json.loads(rows[number])
+    row[data.draw(st.sampled_from(sorted(row)))] = data.draw(JSON)
+    rows[number] = json.dumps(row)
+    path.write_text("\n".join(rows) + "\n")
+    assert Page(written(run)).ids == SECTIONS
+    path.write_text(before)
 
 
 def test_a_run_that_is_held_by_a_trainer_goes_on(run):
