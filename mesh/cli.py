@@ -172,7 +172,7 @@ def _trace(
     for p in processes:
         if p.error is None:
             print(f"{p.peer}: nothing tells how its clock differs from others; its times are as it wrote them")
-        elif p.offset or p.error > 0.01:
+        elif p.offset:
             print(f"{p.peer}: {p.offset:+.3f} s added to its clock, right to within {p.error:.3f} s")
     print(f"{path}: open it at ui.perfetto.dev")
 

@@ -10,7 +10,7 @@ import asyncio
 import collections
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ from transport.weights.receiver import Arrived, Receiver
 TICK_S = 0.02
 WAIT_STEP_S = 0.5
 FIGURES_S = 5.0
+LEAST_WAIT_S = 0.001  # from a credit to its group's begin, when nothing is waited for
 LATE_S = 15.0  # without a trainer: enough for one that resumes a finished run to take it up
 
 
@@ -71,6 +72,7 @@ class Rollout:
         self.started = self._trainer_seen = time.monotonic()
         self.rate = 0.0
         self._measured = (time.monotonic(), 0)
+        self._making = 0  # groups
         self._idle_since = time.perf_counter()
         peer.on(Answer, self._answer)
         peer.on_members(self._members)
@@ -235,6 +237,7 @@ class Rollout:
     def _start(self, starts: list[tuple[PeerId, Credit]]) -> None:
         if not self.tasks:
             spans.record("wait for credit", self._idle_since)
+            self._idle_since = time.perf_counter()
         for trainer, credit in starts:
             if credit.evaluation:
                 self._pin(credit.min_version)
@@ -277,7 +280,6 @@ class Rollout:
             self.peer.post(lambda: self._do(d.finished(trainer, credit.id, group, time.monotonic())))
         finally:
             self.tasks.pop((trainer, credit.id), None)
-            self._idle_since = time.perf_counter()
             if credit.evaluation:
                 self._unpin(credit.min_version)
 
@@ -288,6 +290,22 @@ class Rollout:
         prompt = prompts[credit.prompt]
         begun = await self._admitted(trainer, credit)
         self.peer.post(lambda: self.delivery.started(trainer, credit.id, begun))
+        with self._at_work():
+            return await self._made(prompt, trainer, credit, begun)
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Groups are made; without any, this rollout waits for credit, and once it has some, for weights they admit."""
+        if not self._making and time.perf_counter() - self._idle_since > LEAST_WAIT_S:
+            spans.record("wait for weights", self._idle_since)
+        self._making += 1
+        try:
+            yield
+        finally:
+            self._making -= 1
+            self._idle_since = time.perf_counter()
+
+    async def _made(self, prompt: Prompt, trainer: PeerId, credit: Credit, begun: Version) -> Group:
         start, began = time.time(), time.perf_counter()
         tokens = encode(prompt.content, self.tokenizer)
         sampled = await asyncio.gather(

@@ -578,9 +578,11 @@ class Trainer:
                 f"are not saved, and the last good checkpoint is in {self.node.run.checkpoints}; lower "
                 "trainer.learning_rate"
             )
+        began = time.perf_counter()
         saved = self._state()
         self.peer.call(self.ledger.sync)  # after it: a prompt that is closed in the checkpoint is listed in the ledger
         path = checkpoint.save(self.node.run.checkpoints, self.policy, saved, keep=self.config.checkpoint.keep)
+        spans.record("save", began, version=str(self.version))
         self.peer.log.info("saved %s", path)
 
     def _save_at_last(self) -> None:

@@ -72,7 +72,8 @@ def test_the_trace_shows_what_every_peer_did(finished):
     assert {name for pid, name in names if pid == 1} >= trainer
     assert names[1, "forward/backward"] == names[1, "optimizer step"] == 60
     for pid in (2, 3):
-        assert {name for of, name in names if of == pid} == {"wait for credit", "generate", "score", "receive", "apply"}
+        did = {name for of, name in names if of == pid}
+        assert did - {"wait for weights"} == {"wait for credit", "generate", "score", "receive", "apply"}
     groups = finished.summary()["ledger"]
     assert names[2, "score"] + names[3, "score"] >= groups["trained"]
 
