@@ -47,6 +47,7 @@ class Spans:
         self._waiting: list[dict[str, Any]] = []
         self._written = 0.0
         self._file: IO[bytes] | None = None
+        self._headed = False  # whether the file says whose rows follow
 
     def record(self, row: dict[str, Any], began: float, ended: float) -> None:
         """``row`` gets its times from those of ``perf_counter``."""
@@ -65,20 +66,20 @@ class Spans:
             self._written = time.perf_counter()
             try:
                 file = self._room()
-                file.write(b"".join(_encode(row) + b"\n" for row in rows))
-                file.flush()
+                file.write(b"".join(_encode(row) + b"\n" for row in ([] if self._headed else [self._header]) + rows))
+                self._headed = True
             except OSError as e:
                 log.debug("%d rows are not in %s: %s", len(rows), self.path, e)
 
     def _room(self) -> IO[bytes]:
         if self._file is not None and self._file.tell() > self._most:
-            self._file.close()
-            self._file = None
+            full, self._file = self._file, None
+            full.close()
             self.path.replace(self.path.with_name(self.path.stem + OLDER + self.path.suffix))
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "ab")  # noqa: SIM115 - for as long as the process lives
-            self._file.write(_encode(self._header) + b"\n")
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - for as long as the process lives
+            self._headed = False
         return self._file
 
 

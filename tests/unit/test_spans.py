@@ -1,5 +1,6 @@
 import json
 import time
+from pathlib import Path
 
 from transport import spans
 from transport.spans import Spans
@@ -45,6 +46,14 @@ def test_spans_that_find_no_disk_are_given_up_and_come_again_with_it(tmp_path):
     file.record({"span": "kept"}, 2.0, 3.0)
     file.flush()
     assert [row.get("span") for row in rows(file.path)] == [None, "kept"]
+
+
+def test_a_full_disk_stops_nothing():
+    file = Spans(Path("/dev/full"), HEADER)
+    for _ in range(3):
+        file.record({"span": "lost"}, 1.0, 2.0)
+        file.flush()
+    assert not file._headed, "it would have to be said again, were there room"
 
 
 def test_more_spans_than_may_wait_are_left_out(tmp_path):

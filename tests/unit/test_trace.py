@@ -7,7 +7,7 @@ import pytest
 
 from roles.timeline import read
 from roles.trace import write_trace
-from tests.traces import overlapping
+from tests.traces import malformed, overlapping
 
 PEERS = {"trainer-a": "trainer", "trainer-b": "trainer", "rollout-c": "rollout", "rollout-d": "rollout"}
 CLOCKS = {"trainer-a": 0.0, "trainer-b": 7.0, "rollout-c": -3.0, "rollout-d": 0.0}  # how far each is ahead
@@ -78,7 +78,7 @@ def test_groups_that_are_made_at_once_lie_in_rows_of_their_own(tmp_path):
     made = [e for e in events if e["name"] in ("generate", "score")]
     assert len(made) == 16
     assert len({e["tid"] for e in made}) == 5, "half a second each, begun 0.12 s apart"
-    assert overlapping(events) == []
+    assert overlapping(events) == malformed(events) == []
 
 
 def test_what_is_no_row_is_passed_over(tmp_path):
@@ -97,6 +97,7 @@ def test_arrows_lead_from_the_broadcast_of_a_version_to_where_it_is_taken_over(t
     events = json.loads(write_trace(tmp_path)[0].read_text())["traceEvents"]
     start, end = [next(e for e in events if e["ph"] == ph) for ph in "sf"]
     assert end["ts"] - start["ts"] == pytest.approx(500_000, abs=2)
+    assert malformed(events) == []
     assert (start["id"], start["name"], end["bp"]) == (end["id"], "v1@1", "e")
 
 
