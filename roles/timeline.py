@@ -4,8 +4,8 @@ Hosts need not agree about the time. A credit tells how far they differ: a train
 group at ``b``, by its own clock; the rollout began to sample it at ``g`` and had it scored at ``e``, by its own.
 Nothing comes before its cause, so what is to be added to the rollout's clock lies in ``[a - g, b - e]``, and for all
 their credits in the intersection. Intervals add up along a chain of peers, so a trainer that shares a rollout with
-another is placed too. A clock that may be right is left alone: peers of one host are not moved against each other by
-the noise of a message.
+another is placed too; and so is a process that shares none, by another of its host. A clock that may be right is left
+alone: peers of one host are not moved against each other by the noise of a message.
 
 The clocks are taken to differ by one number a process for as long as it ran. Where they were set meanwhile, or drifted,
 an interval is empty: then its middle is taken, and half its overlap is the error.
@@ -124,7 +124,12 @@ def set_clocks(processes: list[Process]) -> None:
     if not processes:
         return
     reference = max(processes, key=lambda p: len(p.ordered))
-    known = _reached(reference, _between(processes))
+    edges = _between(processes)
+    known = _reached(reference, (0.0, 0.0), edges)
+    for process in processes:  # such as those of a run before it was resumed
+        twin = next((p for p in known if p.host == process.host), None)
+        if process not in known and twin is not None:
+            known = _reached(process, known[twin], edges) | known
     for process in processes:
         interval = known.get(process)
         if interval is None:
@@ -159,10 +164,10 @@ def _between(processes: list[Process]) -> dict[Process, dict[Process, Interval]]
     return edges
 
 
-def _reached(start: Process, edges: dict[Process, dict[Process, Interval]]) -> dict[Process, Interval]:
+def _reached(start: Process, at: Interval, edges: dict[Process, dict[Process, Interval]]) -> dict[Process, Interval]:
     """To each process along the chain that leaves the least doubt."""
     known: dict[Process, Interval] = {}
-    waiting: list[tuple[float, int, Process, Interval]] = [(0.0, 0, start, (0.0, 0.0))]
+    waiting: list[tuple[float, int, Process, Interval]] = [(0.0, 0, start, at)]
     count = 0
     while waiting:
         doubt, _, process, (low, high) = heapq.heappop(waiting)

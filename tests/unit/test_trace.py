@@ -56,6 +56,16 @@ def test_of_a_peer_that_shares_no_credit_the_clock_is_unknown(tmp_path):
     assert found["trainer-b"] is found["rollout-d"] is None
 
 
+def test_a_process_that_shares_no_credit_has_the_clock_of_its_host(tmp_path):
+    make(tmp_path, orders=[("trainer-a", "rollout-c")])
+    path = tmp_path / "spans" / "rollout-c.jsonl"
+    again = {"peer": "rollout-c", "id": "another process", "role": "rollout", "host": "rollout-c", "time": BEGAN + 97}
+    path.write_text(path.read_text() + json.dumps(again) + "\n")
+    first, second = [p for p in read(tmp_path) if p.peer == "rollout-c"]
+    assert second.offset == first.offset == pytest.approx(3.0, abs=0.01)
+    assert second.life[0] == pytest.approx(BEGAN + 100, abs=0.01)
+
+
 def test_a_clock_that_was_set_on_the_way_is_said_to_be_uncertain(tmp_path):
     make(tmp_path, orders=[("trainer-a", "rollout-c")] * 10)
     path = tmp_path / "spans" / "rollout-c.jsonl"
