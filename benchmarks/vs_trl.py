@@ -59,7 +59,7 @@ class Case:
     search_steps: int
     micro_batches: tuple[int, ...]
     overrides: tuple[str, ...] = ()
-    mesh_layouts: tuple[Layout, ...] = (Layout(1, 2, 1), Layout(1, 1, 1))
+    mesh_layouts: tuple[Layout, ...] = (Layout(1, 2, 1), Layout(2, 2, 1))
 
     @property
     def samples(self) -> int:

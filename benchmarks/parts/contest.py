@@ -22,7 +22,7 @@ CONFIG = ROOT / "configs/quickstart.toml"
 EASY = Recipe(ascending=0.35, descending=0.35)  # sampled, it starts right in 15 to 20 of a hundred answers
 WARM = 5  # first steps that throughput leaves out: rollouts start, buffers fill
 WINDOW = 5  # steps whose accuracy is averaged to say that a target is reached
-LIMIT_S = 1200.0
+LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,10 @@ def plain(overrides: Sequence[str], layout: Layout, samples: int, evaluate: bool
     timed = sum(steps[WARM:])
     outcome.details = {
         "sample_s": statistics.fmean(told["sample_s"][WARM:]),
+        "idle_s": statistics.fmean(told["idle_s"][WARM:]),
         "learn_s": statistics.fmean(told["learn_s"][WARM:]),
         "trainer_idle_share": sum(told["sample_s"][WARM:]) / timed,
-        "rollouts_idle_share": sum(told["learn_s"][WARM:]) / timed,
+        "rollouts_idle_share": (sum(told["learn_s"][WARM:]) + sum(told["idle_s"][WARM:])) / timed,
         "wasted_token_share": 0.0,
     }
     return outcome
@@ -94,7 +95,7 @@ def outcome_of(steps: Sequence[float], rewards: list[float], samples: int, accur
 def mesh(overrides: Sequence[str], layout: Layout, samples: int, directory: Path, config: Path = CONFIG) -> Outcome:
     threads = [f"trainer.threads={layout.trainer_threads}", f"rollout.threads={layout.rollout_threads}"]
     without = ["evaluation.every_steps=0", "checkpoint.every_steps=0"]
-    run = mesh_run(config, directory, layout.rollouts, [*overrides, *threads, *without])
+    run = mesh_run(config, directory, layout.rollouts, [*overrides, *threads, *without], LIMIT_S)
     began = run.rows[0]["at/generate_first"]
     return Outcome(
         [row["time"] - began for row in run.rows],

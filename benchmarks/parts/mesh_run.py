@@ -57,7 +57,7 @@ class MeshRun:
         return sum(row["time/wait_s"] for row in rows) / sum(row["time/step_s"] for row in rows)
 
 
-def mesh_run(config: Path, run: Path, rollouts: int, overrides: list[str]) -> MeshRun:
+def mesh_run(config: Path, run: Path, rollouts: int, overrides: list[str], limit_s: float = LIMIT_S) -> MeshRun:
     """Run a mesh to its end. Raises RuntimeError with its last lines when it failed."""
     options = [part for override in overrides for part in ("--set", override)]
     arguments = ["up", str(config), "--plain", "--rollouts", str(rollouts), "--run", str(run), *options]
@@ -71,11 +71,11 @@ def mesh_run(config: Path, run: Path, rollouts: int, overrides: list[str]) -> Me
             env=environment_of_tasks(),
         )
     used: dict[int, Used] = {}
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     try:
         while process.poll() is None:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the mesh did not end within {LIMIT_S:.0f} s; its output is in {out}")
+                raise RuntimeError(f"the mesh did not end within {limit_s:.0f} s; its output is in {out}")
             _look(process.pid, used, _begun(run))
             time.sleep(LOOK_S)
     finally:

@@ -46,6 +46,7 @@ class PlainLoop:
         # as a mesh deals them
         self.order = permutation(len(self.task.train), config.run.seed, 0)[::-1].tolist()
         self.delay: Callable[[Prompt, int], float] | None = None  # seconds that completion i of a prompt waits first
+        self.idle_s = 0.0  # nothing to sample yet: all waited
         self.rewards: list[float] = []  # the mean of each step
         with torch.inference_mode():
             self.batch = Batch(self.policy.model, [self.policy.tokenizer.eos_token_id])
@@ -107,7 +108,9 @@ class PlainLoop:
                 self.batch.admit(waiting[:ready], version)
                 waiting, due = waiting[ready:], due[ready:]
             elif not len(self.batch):
-                time.sleep(max(0.0, due[0] - time.perf_counter()))  # of what is sampled here: nothing else can be done
+                pause = max(0.0, due[0] - time.perf_counter())
+                self.idle_s += pause
+                time.sleep(pause)
                 continue
             for pending, sampled in self.batch.step():
                 assert isinstance(sampled, Sampled), sampled
@@ -144,10 +147,16 @@ def main() -> None:
         from parts.waiting import delay  # the only rollout of its own that a plain loop knows
 
         loop.delay = delay
-    times = []
+    times, idle = [], [0.0]
     for _ in range(loop.config.run.steps):
         times.append(loop.step())
-    report = {"sample_s": [a for a, _ in times], "learn_s": [b for _, b in times], "reward": loop.rewards}
+        idle.append(loop.idle_s)
+    report = {
+        "sample_s": [a for a, _ in times],
+        "idle_s": np.diff(idle).tolist(),  # of the seconds it sampled
+        "learn_s": [b for _, b in times],
+        "reward": loop.rewards,
+    }
     if arguments.evaluate:
         loop.delay = None
         report["accuracy_after"] = loop.accuracy(loop.task.heldout)
