@@ -283,7 +283,7 @@ def lives(width: float, label: str, rows: Sequence[Row], until: float, turns: Se
             out.append(_sign(x, y + 8, mark))
     base = frame.height - frame.bottom
     out.append(line(left, base, width - frame.right, base, "grid"))
-    out.append(frame.numbers("seconds since the first peer was there"))
+    out.append(frame.numbers("seconds with a peer there"))
     return svg(width, frame.height, label, *out)
 
 

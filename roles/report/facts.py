@@ -4,6 +4,7 @@ A file that is missing, torn or contradicts itself takes away what it would have
 """
 
 import json
+import math
 import re
 import time
 import tomllib
@@ -34,6 +35,7 @@ FIGURES = re.compile(r"time|step|reward|term|wall_s|time/\w+|lag_\d+|eval_\w+")
 WAITING = ("wait", "sync", "wait for credit", "wait for weights")
 CELLS = 160  # of a peer's life, each with how busy it was
 MOST_EVENTS = 300
+SAME_S = 60.0  # within which the same words of several peers are of one event
 FIRST_LINES = 20  # of errors, of one log
 LOGGED = re.compile(r"(?P<when>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.\d+ (?P<level>ERROR|CRITICAL) (?P<text>.*)")
 
@@ -264,18 +266,13 @@ def stretches_of(process: Process) -> list[Stretch]:
 
 def _events(facts: Facts, rows: dict[str, list[Row]]) -> None:
     """What several peers saw happened once, when the first saw it."""
-    found: dict[tuple[str, str], Happened] = {}
-    for of in rows.values():
-        for row in of:
-            if "event" not in row:
-                continue
-            key = row["event"], row.get("text", "")
-            if key not in found or row["time"] < found[key].at:
-                found[key] = Happened(row["time"], int(row["step"]) if "step" in row else None, *key)
-    for path in sorted((facts.run / "logs").glob("*.log")):
-        for event in _errors(path):
-            found.setdefault((event.kind, event.text), event)
-    facts.happened = sorted(found.values(), key=lambda h: h.at)
+    events = [_event(row) for of in rows.values() for row in of if "event" in row]
+    events += [event for path in sorted((facts.run / "logs").glob("*.log")) for event in _errors(path)]
+    first: dict[tuple[str, str], float] = {}
+    for event in sorted(events, key=lambda h: h.at):
+        if event.at - first.get((event.kind, event.text), -math.inf) > SAME_S:
+            first[event.kind, event.text] = event.at
+            facts.happened.append(event)
     lives = {life.peer: life for life in facts.lives}
     for h in facts.happened:
         gone = GONE.fullmatch(h.text)
@@ -284,6 +281,10 @@ def _events(facts: Facts, rows: dict[str, list[Row]]) -> None:
     del facts.happened[:-MOST_EVENTS]
     if not facts.happened:
         facts.missing["happened"] = "nobody came late, left or died, and nobody warned of anything"
+
+
+def _event(row: Row) -> Happened:
+    return Happened(row["time"], int(row["step"]) if "step" in row else None, row["event"], row.get("text", ""))
 
 
 def _errors(path: Path) -> list[Happened]:

@@ -21,6 +21,7 @@ ENDS = {
 }  # fmt: skip
 OF_EVENTS = {"died": "bad", "error": "bad", "joined": "good", "left": "dim", "warning": "warn"}
 MOST_WHYS = 20
+LONG_PAUSE = 0.1  # of the time that somebody was there
 MOST_SAID = 8  # marks with words in the first chart
 
 STYLE = """
@@ -201,8 +202,7 @@ def _learning(facts: Facts) -> str:
         samples = int(facts.tests[-1].get("eval_samples", 0))
     elif tests:
         title = f"Reward by step; accuracy on held-out prompts is {tests[0][1]:.2f} at step {tests[0][0]:.0f}"
-    happened = [h for h in facts.happened if h.kind in ("joined", "left", "died") and h.step is not None]
-    marks = [Mark(h.step or 0, h.text, OF_EVENTS[h.kind]) for h in happened if (h.step or 0) < facts.made][:MOST_SAID]
+    marks = _marks(facts)
     last = max([facts.made, *(t[0] for t in tests)])
     items = [("reward", "reward of the training samples, and its moving average")] if facts.rewards else []
     if tests:
@@ -211,6 +211,17 @@ def _learning(facts: Facts) -> str:
         )
     drawn = figure(lambda width: charts.learning(width, title, facts.rewards, tests, last, marks))
     return section("learning", title, drawn, keys(items))
+
+
+def _marks(facts: Facts) -> list[Mark]:
+    """Who came and went before the last step; what happened at one step to several is said together."""
+    together: dict[tuple[int, str], list[str]] = {}
+    for h in facts.happened:
+        if h.kind in ("joined", "left", "died") and h.step is not None and h.step < facts.made:
+            together.setdefault((h.step, h.kind), []).append(h.text.removesuffix(f" {h.kind}"))
+    said = [(step, kind, f"{names[0]}{f' +{len(names) - 1}' if len(names) > 1 else ''} {kind}")
+            for (step, kind), names in together.items()]  # fmt: skip
+    return [Mark(step, words, OF_EVENTS[kind]) for step, kind, words in said[:MOST_SAID]]
 
 
 def _lag(facts: Facts) -> str:
@@ -250,12 +261,12 @@ def _peers(facts: Facts) -> str:
     died = sorted({h.text.removesuffix(" died") for h in facts.happened if h.kind == "died"})
     late = sorted({h.text.removesuffix(" joined") for h in facts.happened if h.kind == "joined"})
     title = f"{many(len(facts.lives), 'peers')}; {_listed(died, 'died')}, {_listed(late, 'joined on the way')}"
-    rows = [_row(life) for life in facts.lives]
-    turns = [Mark(at - facts.began, f"term {term}", "dim") for at, _, term in facts.terms if term > facts.terms[0][2]]
-    until = max(
-        [last for life in facts.lives for _, last, _ in life.spans]
-        + [at for r in rows for at in (m.x for m in r.marks)]
-    )
+    axis = Present(facts.lives)
+    rows = [_row(life, axis) for life in facts.lives]
+    terms = [(at - facts.began, f"term {term}") for at, _, term in facts.terms if term > facts.terms[0][2]]
+    breaks = [(first, f"{_duration(last - first)} of nobody") for first, last in axis.pauses]
+    turns = [Mark(axis.at(seconds), words, "dim") for seconds, words in sorted(terms + breaks)]
+    until = max([last for row in rows for _, last, _ in row.bars] + [mark.x for row in rows for mark in row.marks])
     items = [("c0", "trainer"), ("c4", "rollout")]
     text = (
         "Full colour: it works; faint: it waits for others; in between: nobody knows. A cross stands where the others "
@@ -274,10 +285,28 @@ def _listed(names: list[str], what: str) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} {what}"
 
 
-def _row(life: Life) -> Row:
+class Present:
+    """A time axis that leaves out pauses in which no peer was there, as before a run was resumed."""
+
+    def __init__(self, lives: Iterable[Life]) -> None:
+        spans = sorted((first, last) for life in lives for first, last, _ in life.spans)
+        until, gaps = spans[0][0], []
+        for first, last in spans:
+            if first > until:
+                gaps.append((until, first))
+            until = max(until, last)
+        present = until - spans[0][0] - sum(last - first for first, last in gaps)
+        self.pauses = [(first, last) for first, last in gaps if last - first > LONG_PAUSE * present]
+
+    def at(self, seconds: float) -> float:
+        return seconds - sum(min(max(0.0, seconds - first), last - first) for first, last in self.pauses)
+
+
+def _row(life: Life, axis: Present) -> Row:
     colours = {"died": "bad", "joined": "good", "left": "dim"}
-    marks = [Mark(at, f"{life.peer} {what}", colours[what]) for at, what in life.happened]
-    return Row(life.peer, "c0" if life.role == "trainer" else "c4", life.spans, marks)
+    marks = [Mark(axis.at(at), f"{life.peer} {what}", colours[what]) for at, what in life.happened]
+    bars = [(axis.at(first), axis.at(last), busy) for first, last, busy in life.spans]
+    return Row(life.peer, "c0" if life.role == "trainer" else "c4", bars, marks)
 
 
 def _ledger(facts: Facts) -> str:

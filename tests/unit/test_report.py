@@ -15,6 +15,7 @@ from mesh.rundir import RunDir
 from mesh.version import Ballot, Version
 from roles.report import charts, write_report
 from roles.report.facts import gather
+from roles.report.page import Present
 from roles.trainer.ledger import Ledger
 from transport.accounts import Delivered, Ended, Issued, Trained
 
@@ -184,6 +185,24 @@ def test_files_that_a_kill_tore_or_that_contradict_themselves_do_no_harm(run):
     assert "not a ledger record" in text
     assert "summary.json cannot be read" in text
     assert "Accuracy on held-out prompts rose" in text
+
+
+def test_a_pause_before_a_resume_is_left_out_of_the_timeline(run):
+    path = run / "spans" / "rollout-0.jsonl"
+    header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    again = [r | {"at": r["at"] + 3600} for r in rows]
+    lines(path, [header, *rows, header | {"id": "again", "time": BEGAN + 3600}, *again])
+    axis = Present(gather(run).lives)
+    assert axis.pauses == [(12.0, 3600.0)]
+    assert [axis.at(t) for t in (5.0, 12.0, 2000.0, 3600.0, 3606.0)] == [5.0, 12.0, 12.0, 12.0, 18.0]
+    assert "60 min of nobody" in Page(written(run)).text
+
+
+def test_the_same_words_much_later_are_another_event(run):
+    with open(run / "metrics" / "trainer-1.jsonl", "a") as file:
+        died = {"time": BEGAN + 605.5, "step": 5, "event": "died", "text": f"{NASTY} died"}
+        file.write(json.dumps(died) + "\n")
+    assert [h.at - BEGAN for h in gather(run).happened if h.kind == "died"] == [5.5, 605.5]
 
 
 JSON = st.recursive(
