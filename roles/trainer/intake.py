@@ -311,6 +311,8 @@ class Intake:
     def evaluated(self, newest: Version) -> dict[str, float] | None:
         """*main*: the figures of an evaluation that has just become complete, else None. One that no rollout can finish
         any more, because all have passed its version, starts again with ``newest``."""
+        if self.evaluation.told or self.evaluation.version is None:  # nothing is under way: nothing is asked
+            return None
 
         def run() -> dict[str, float] | None:
             state = self.delivery.evaluation_state()

@@ -491,7 +491,7 @@ class Trainers:
 def scenario(seed: int, *, trouble_s: float = 60.0, steps: int = 6) -> Trainers:
     """Trouble, then calm until ``steps`` more are made. Raises Failure."""
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        clock = SimpleNamespace(monotonic=lambda: world.now)
+        clock = SimpleNamespace(monotonic=lambda: world.now, perf_counter=lambda: world.now)
         world: Any = SimpleNamespace(now=0.0)
         patch.setattr(intake, "time", clock)
         world = Trainers(seed, Path(directory))
