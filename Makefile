@@ -18,8 +18,9 @@ help: ## this list
 demo: $(VENV)/.installed ## one trainer and two rollouts teach a small model to sort; one rollout is killed on the way
 	@$(BIN)/mesh up configs/quickstart.toml --rollouts 2 --kill-rollout-at 0.33 --add-rollout-at 0.66
 
+# Two at a time, file by file: most of them wait for processes, and none asserts how fast something is.
 test: $(VENV)/.installed ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # On a machine without a GPU it is vLLM's CPU build, which needs the CPU build of torch. What it brings for images and
 # sound is of another torch, and transformers would fail to load it.

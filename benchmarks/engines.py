@@ -3,6 +3,9 @@
 One real engine under full load. Contestants, by turns: no update; one every second, received while it samples (as the
 mesh does); one for which sampling is paused during the whole transfer. The transfer is a copy of the weights that is
 slowed down on purpose, so that what depends on it can be seen.
+
+Then real meshes of one trainer and one or two rollouts with vLLM, the same model, on the same cores: the time from the
+begin of the trainer's snapshot of a version to the first token that each rollout samples under it, and where it goes.
 """
 
 import argparse
@@ -17,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from parts.measure import Result, Spread, by_turns, compare
+from parts.measure import ROOT, Result, Spread, by_turns, compare
+from parts.mesh_run import mesh_run
 from parts.picture import Panel, point
 from parts.script import Findings, flags, run
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,6 +30,8 @@ from mesh.config import convert
 from mesh.version import Ballot, Version
 from roles.rollout.engines import vllm
 from roles.rollout.engines.base import Request
+from roles.starter import CHARACTERS, SPECIAL, character_tokenizer
+from roles.timeline import Process, read
 from transport.messages import Probe
 from transport.weights.buffers import copy_in, tensor_digests
 from transport.weights.manifest import Manifest
@@ -33,6 +39,8 @@ from transport.weights.proof import Prover
 
 SEQUENCES = 16
 NEW_TOKENS = 200
+VOCABULARY = len(SPECIAL) + len(CHARACTERS)
+WARM = 3  # first versions of a mesh that are left out: an engine takes its first steps
 PATIENCE_S = 120.0
 
 
@@ -46,7 +54,7 @@ def llama(seed: int) -> LlamaForCausalLM:
             num_hidden_layers=6,
             num_attention_heads=6,
             num_key_value_heads=2,
-            vocab_size=1024,
+            vocab_size=VOCABULARY,
             max_position_embeddings=1024,
             tie_word_embeddings=True,
         )
@@ -59,6 +67,7 @@ class Bench:
     def __init__(self, directory: Path) -> None:
         self.models = [llama(0), llama(1)]
         self.models[0].save_pretrained(directory)
+        character_tokenizer().save_pretrained(directory)
         config = convert({"model": {"path": str(directory)}, "rollout": {"threads": 1, "max_batch": SEQUENCES}})
         args = vllm.engine_args(config, str(directory), "float32", cuda=False)
         self.engine = vllm.VllmEngine(args, eos=[], threads=1)
@@ -163,7 +172,7 @@ class Bench:
 
         async def one(i: int) -> None:
             while not self.stop.is_set():
-                prompt = rng.integers(2, 1024, 16).astype(np.int32)
+                prompt = rng.integers(2, VOCABULARY, 16).astype(np.int32)
                 await self.engine.sample(Request(prompt=prompt, max_new_tokens=NEW_TOKENS, seed=i, temperature=1.0))
 
         await asyncio.gather(*(one(i) for i in range(SEQUENCES)))
@@ -175,6 +184,49 @@ def transfer(source: torch.Tensor, target: torch.Tensor, seconds: float) -> None
     for i, (a, b) in enumerate(zip(source.chunk(pieces), target.chunk(pieces), strict=True)):
         b.copy_(a)
         time.sleep(max(0.0, began + seconds * (i + 1) / pieces - time.perf_counter()))
+
+
+def meshes(directory: Path, model: Path, steps: int) -> list[Result]:
+    """From a version's snapshot to the first token under it, with one rollout and with two."""
+    results = []
+    for rollouts in (1, 2):
+        run = directory / f"run-{rollouts}"
+        overrides = [f"run.steps={steps}", f"model.path={model}", "rollout.engine=vllm", "rollout.threads=1",
+                     "trainer.threads=1", "rollout.max_new_tokens=32", f"rollout.max_batch={SEQUENCES}",
+                     "trainer.group_size=4", "trainer.groups_per_step=4", "rollout.groups_in_flight=4",
+                     "task.heldout_prompts=0", "checkpoint.every_steps=0"]  # fmt: skip
+        mesh_run(ROOT / "configs/quickstart.toml", run, rollouts, overrides)
+        found = first_tokens(read(run))
+        if not found:
+            sys.exit(f"no version after the first {WARM} reached a rollout within {steps} steps")
+        parts = {f"{name}_ms": Spread.of([own[name] for own in found]).median for name in found[0]}
+        results.append(Result(
+            f"from the trainer's snapshot to the first token, rollouts: {rollouts}", "ms",
+            Spread.of([own["all"] for own in found]), details=parts,
+            settings={"versions_times_rollouts": len(found), "overrides": overrides[2:]},
+        ))  # fmt: skip
+    return results
+
+
+def first_tokens(processes: list[Process]) -> list[dict[str, float]]:
+    """Of each version that each rollout sampled under: the milliseconds from its snapshot to the first token, and of
+    what lies between: the snapshot, all until it was received, the wait for a pause and taking it over, the token."""
+    trainer, *rollouts = processes
+    began = {row["version"]: row for row in trainer.spans if row["span"] == "snapshot"}
+    found = []
+    for rollout in rollouts:
+        last: dict[str, dict[str, Any]] = {}
+        for row in rollout.spans:
+            if "version" in row:
+                last[f"{row['span']} {row['version']}"] = row
+        for version, snapshot in began.items():
+            rows = [last.get(f"{name} {version}") for name in ("receive", "apply", "first token")]
+            if all(rows) and int(version[1:].partition("@")[0]) > WARM:
+                at = [snapshot["at"], *(row["at"] + row["s"] for row in (snapshot, *rows))]
+                names = ("snapshot", "until_received", "apply", "token")
+                found.append({name: 1e3 * (b - a) for name, a, b in zip(names, at, at[1:], strict=True)})
+                found[-1]["all"] = 1e3 * (at[-1] - at[0])
+    return found
 
 
 @torch.no_grad()
@@ -212,6 +264,7 @@ def measure(arguments: argparse.Namespace) -> Findings:
             took = [1e3 * bench.update(0.1) for _ in range(rounds)]
         finally:
             bench.close()
+        latencies = meshes(Path(directory), Path(directory) / "model", steps=8 if quick else 40)
     results = [
         compare("tokens per second, an update every second", "tokens/s", rates["some"], rates["none"], "no update",
                 aim="at least 0.95", settings=settings, more_is_better=True),
@@ -224,6 +277,7 @@ def measure(arguments: argparse.Namespace) -> Findings:
             aim = "does not grow with the transfer" if reference == "paused" else ""
             results.append(compare(name, "ms", found["mesh"], found[reference], said, aim=aim, details=details,
                                    settings=settings))  # fmt: skip
+    results += latencies
     names = {"mesh": "mesh", "paused": "paused for the transfer", "none": "no update"}
     lines = {said: [point(s, Spread.of(found[key])) for s, found in gaps.items()] for key, said in names.items()}
     panel = Panel("longest gap between two tokens", "ms", "transfer, seconds", lines, log_y=True)

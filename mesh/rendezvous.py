@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from mesh import addresses
+from mesh import addresses, nodelist
 from mesh.identity import PeerCard
 
 RENEW_S = 60.0  # how often `renew` is to be called
@@ -28,9 +28,12 @@ STALE_S = 600.0  # a card not renewed for so long is nobody's
 MAX_CARDS = 256  # read at once, the newest first: one answer is enough
 MAX_CARD_BYTES = 64 << 10
 STORE_WAIT_S = 5.0  # for torchrun's store, on a thread of its own
-FORMS = "tcp://host:port[,host:port...] with IPv6 in brackets, or file:///directory"
+MAX_SEEDS = 64  # of a node list, the first: one answer is enough
+FORMS = (
+    "tcp://host:port[,host:port...] with IPv6 in brackets, tcp://NODELIST:port as SLURM writes it, or file:///directory"
+)
 
-_SEED = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[\w.-]+):(\d{1,5})")
+_SEED = re.compile(r"(\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[\w.-]+(?:\[[\d,-]+\][\w.-]*)*)(?::(\d{1,5}))?")
 
 log = logging.getLogger("mesh.rendezvous")
 T = TypeVar("T")
@@ -54,18 +57,36 @@ def parse(url: str) -> "Seeds | Directory":
     """The rendezvous that ``url`` names. Raises ValueError naming the valid forms."""
     scheme, _, rest = url.partition("://")
     if scheme == "tcp" and rest:
-        return Seeds(tuple(_seed(text, url) for text in rest.split(",")))
+        return Seeds(tuple(_seeds(rest, url))[:MAX_SEEDS])
     if scheme == "file" and rest.removeprefix("localhost").startswith("/"):
         return Directory(Path(urllib.parse.unquote(rest.removeprefix("localhost"))))
     raise ValueError(f"mesh.rendezvous = {url!r} is none; write {FORMS}")
 
 
-def _seed(text: str, url: str) -> tuple[str, int]:
-    match = _SEED.fullmatch(text.strip().removeprefix("tcp://"))
-    if not match or not 0 < int(match[2]) < 1 << 16:
-        hint = "is IPv6 without brackets" if text.count(":") > 1 and "[" not in text else "is no host:port"
-        raise ValueError(f"mesh.rendezvous = {url!r}: {text.strip()!r} {hint}; write {FORMS}")
-    return match[1].strip("[]"), int(match[2])
+def _seeds(text: str, url: str) -> Iterator[tuple[str, int]]:
+    """Hosts without a port have that of the next one that has: ``n[1-3],gpu4:4242``."""
+    waiting: list[str] = []
+    for part in (part.strip().removeprefix("tcp://") for part in nodelist.split(text)):
+        match = _SEED.fullmatch(part)
+        port = int(match[2] or 0) if match else 0
+        if not match or (match[2] and not 0 < port < 1 << 16):
+            raise _no_seed(part, url)
+        if not match[2]:
+            waiting.append(match[1])
+        else:
+            try:
+                hosts = [host for name in (*waiting, match[1]) for host in nodelist.expand(name)]
+            except ValueError as e:
+                raise ValueError(f"mesh.rendezvous = {url!r}: {e}; write {FORMS}") from None
+            yield from ((host.strip("[]"), port) for host in hosts)
+            waiting = []
+    if waiting:
+        raise _no_seed(waiting[-1], url)
+
+
+def _no_seed(text: str, url: str) -> ValueError:
+    hint = "is IPv6 without brackets" if text.count(":") > 1 and "[" not in text else "is no host:port"
+    return ValueError(f"mesh.rendezvous = {url!r}: {text!r} {hint}; write {FORMS}")
 
 
 class Seeds:

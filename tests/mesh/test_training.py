@@ -73,7 +73,8 @@ def test_the_trace_shows_what_every_peer_did(finished):
     assert names[1, "forward/backward"] == names[1, "optimizer step"] == 60
     for pid in (2, 3):
         did = {name for of, name in names if of == pid}
-        assert did - {"wait for weights"} == {"wait for credit", "generate", "score", "receive", "apply"}
+        rollout = {"wait for credit", "generate", "score", "receive", "apply", "first token"}
+        assert did - {"wait for weights"} == rollout
     groups = finished.summary()["ledger"]
     assert names[2, "score"] + names[3, "score"] >= groups["trained"]
 

@@ -71,7 +71,7 @@ def test_rollouts_are_added_and_a_node_fails_while_one_step_goes_on(cluster):
 def test_a_preempted_job_of_two_steps_saves_and_is_requeued_and_resumes(cluster):
     job = submit(cluster, "two-steps.sbatch", 100_000)
     job.reaches(4)
-    urgent = cluster.command("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--wrap=true").strip()
+    urgent = cluster.command("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--wrap=true").strip()
     soon(lambda: job.shown()["Restarts"] == "1", lambda: f"requeued: {job.account()}")
     reached = job.step()
     assert list(job.run.glob(f"checkpoints/{reached}-*")), "saved once, at the step it had come to"

@@ -539,7 +539,8 @@ def test_an_engine_is_made_from_the_settings_and_says_what_is_wrong_with_them(tm
     model = llama(0, eos_token_id=2, vocab_size=64)
     model.save_pretrained(tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
-    config = convert({"model": {"path": str(tmp_path)}, "weights": {"wire_dtype": "bfloat16"}})
+    settings = {"rollout": {"engine": "transformers"}, "weights": {"wire_dtype": "bfloat16"}}
+    config = convert({"model": {"path": str(tmp_path)}, **settings})
     engine, tokenizer = load_engine(config)
     assert "bfloat16" in engine.build
     assert engine.longest == 512

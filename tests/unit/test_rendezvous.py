@@ -40,6 +40,7 @@ def settled(directory: Directory) -> None:
         ("tcp://10.0.0.1:65535,host-2.net:2", (("10.0.0.1", 65535), ("host-2.net", 2))),
         ("tcp://a:1, tcp://b:2", (("a", 1), ("b", 2))),
         ("tcp://[::1]:4242,[fe80::1%eth0]:1", (("::1", 4242), ("fe80::1%eth0", 1))),
+        ("tcp://n[1-2,7],gpu4:4242,m:1", (*((n, 4242) for n in ("n1", "n2", "n7", "gpu4")), ("m", 1))),
     ],
 )
 def test_seeds_are_read(url: str, seeds: tuple[tuple[str, int], ...]) -> None:
@@ -53,6 +54,7 @@ def test_seeds_are_read(url: str, seeds: tuple[tuple[str, int], ...]) -> None:
     [
         *("", "tcp://", "tcp://host", "tcp://host:0", "tcp://host:65536", "tcp://host:1,", "tcp://fe80::1:29500"),
         *("file://", "file://relative/dir", "http://host:1", "/a/directory", "host:1", "tcp://*:1", "tcp://[::1:1"),
+        *("tcp://n[1-3]", "tcp://a:1,n[1-3]", "tcp://n[3-1]:1", "tcp://n[1-:1", "tcp://n[]:1"),
     ],
 )
 def test_a_url_that_is_none_names_the_forms(url: str) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from mesh.version import Version
+from transport import spans
 from transport.messages import FinishReason, Segment, Span
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ class Engine(ABC):
     def __init__(self) -> None:
         self.figures = Figures()
         self._fresh: list[Pending] = []  # of this turn of the loop
+        self._applied_at: float | None = None  # when the weights were taken over that have given no token yet
 
     # -- the rollout's side, on its asyncio loop -----------------------------------------------------------------------
 
@@ -194,6 +196,12 @@ class Engine(ABC):
     def _flush(self) -> None:
         fresh, self._fresh = self._fresh, []
         self.submit(fresh)
+
+    def _brought_tokens(self) -> None:
+        """A step has ended; the first one under a version is among the spans."""
+        if self._applied_at is not None:
+            spans.record("first token", self._applied_at, lane="engine", version=str(self.version))
+            self._applied_at = None
 
     @abstractmethod
     def check(self, request: Request) -> None:

@@ -222,6 +222,7 @@ class TransformersEngine(Engine):
         if self._last_token_at is not None:
             f.longest_gap_s = max(f.longest_gap_s, now - self._last_token_at)
         self._last_token_at = now
+        self._brought_tokens()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -263,6 +264,7 @@ class TransformersEngine(Engine):
         f.takeover_proof_s += (before - started) + (proved - copied)
         f.takeover_longest_s = max(f.takeover_longest_s, now - started)
         spans.record("apply", started, now, lane="engine", version=str(arrived.version))
+        self._applied_at = now
         f.busy_s += now - started
         self.source.took(arrived, proof)
 

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from importlib import metadata
 from typing import Any
 
@@ -252,7 +252,7 @@ class VllmEngine(Engine):
 
         self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
         arguments = AsyncEngineArgs(**self._args, weight_transfer_config=WeightTransferConfig(backend="mesh"))
-        self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[meter(self.figures)])
+        self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[meter(self.figures, self._brought_tokens)])
         try:
             model = self._llm.model_config
             self.longest, self._vocabulary = model.max_model_len, model.get_vocab_size()
@@ -405,6 +405,7 @@ class VllmEngine(Engine):
         f.takeover_proof_s += (looked - paused) + (proved - loaded)
         f.takeover_longest_s = max(f.takeover_longest_s, now - started)
         spans.record("apply", started, now, lane="engine", version=str(arrived.version))
+        self._applied_at = now
         self.source.took(arrived, proof)
 
     def _payload(self, arrived: Any) -> bytes:
@@ -537,8 +538,8 @@ def meta_state(path: str, trust_remote_code: bool) -> dict[str, Tensor]:
     return model.state_dict(keep_vars=True)
 
 
-def meter(figures: Any) -> Any:
-    """A maker of vLLM's stat loggers that counts into ``figures``."""
+def meter(figures: Any, stepped: Callable[[], None]) -> Any:
+    """A maker of vLLM's stat loggers that counts into ``figures`` and calls ``stepped`` after each step with tokens."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Meter(StatLoggerBase):
@@ -561,6 +562,7 @@ def meter(figures: Any) -> Any:
                     figures.longest_gap_s = max(figures.longest_gap_s, now - self.last_at)
                     figures.busy_s += now - self.last_at
                 self.last_at = now if figures.running else None
+                stepped()
 
     return Meter
 
