@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,15 +187,16 @@ def transfer(source: torch.Tensor, target: torch.Tensor, seconds: float) -> None
         time.sleep(max(0.0, began + seconds * (i + 1) / pieces - time.perf_counter()))
 
 
-def meshes(directory: Path, model: Path, steps: int) -> list[Result]:
-    """From a version's snapshot to the first token under it, with one rollout and with two."""
+def meshes(directory: Path, model: Path, steps: int, sizes: tuple[int, ...]) -> list[Result]:
+    """From a version's snapshot to the first token under it, with so many rollouts."""
     results = []
-    for rollouts in (1, 2):
+    for rollouts in sizes:
         run = directory / f"run-{rollouts}"
         overrides = [f"run.steps={steps}", f"model.path={model}", "rollout.engine=vllm", "rollout.threads=1",
                      "trainer.threads=1", "rollout.max_new_tokens=32", f"rollout.max_batch={SEQUENCES}",
                      "trainer.group_size=4", "trainer.groups_per_step=4", "rollout.groups_in_flight=4",
-                     "task.heldout_prompts=0", "checkpoint.every_steps=0"]  # fmt: skip
+                     "task.heldout_prompts=0", "checkpoint.every_steps=0",
+                     "task.reward=parts.rewards:half"]  # fmt: skip
         mesh_run(ROOT / "configs/quickstart.toml", run, rollouts, overrides)
         found = first_tokens(read(run))
         if not found:
@@ -224,7 +226,7 @@ def first_tokens(processes: list[Process]) -> list[dict[str, float]]:
             if all(rows) and int(version[1:].partition("@")[0]) > WARM:
                 at = [snapshot["at"], *(row["at"] + row["s"] for row in (snapshot, *rows))]
                 names = ("snapshot", "until_received", "apply", "token")
-                found.append({name: 1e3 * (b - a) for name, a, b in zip(names, at, at[1:], strict=True)})
+                found.append({name: 1e3 * (b - a) for name, (a, b) in zip(names, pairwise(at), strict=True)})
                 found[-1]["all"] = 1e3 * (at[-1] - at[0])
     return found
 
@@ -242,7 +244,7 @@ def measure(arguments: argparse.Namespace) -> Findings:
         print(f"skipped: {e}")
         sys.exit()
     quick = arguments.quick
-    rounds, window_s, transfers = (2, 2.0, (0.1, 1.0)) if quick else (8, 5.0, (0.1, 1.0, 3.0))
+    rounds, window_s, transfers = (2, 2.0, (0.1, 1.0)) if quick else (5, 4.0, (0.1, 1.0, 3.0))
     with tempfile.TemporaryDirectory(prefix="mesh-engines-") as directory:
         bench = Bench(Path(directory) / "model")
         try:
@@ -264,7 +266,8 @@ def measure(arguments: argparse.Namespace) -> Findings:
             took = [1e3 * bench.update(0.1) for _ in range(rounds)]
         finally:
             bench.close()
-        latencies = meshes(Path(directory), Path(directory) / "model", steps=8 if quick else 40)
+        sizes = (1,) if quick else (1, 2)
+        latencies = meshes(Path(directory), Path(directory) / "model", steps=20 if quick else 60, sizes=sizes)
     results = [
         compare("tokens per second, an update every second", "tokens/s", rates["some"], rates["none"], "no update",
                 aim="at least 0.95", settings=settings, more_is_better=True),

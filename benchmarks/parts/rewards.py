@@ -18,3 +18,8 @@ def smallest_first(prompts, completions, answer, **_) -> list[float]:
     """Any order of the digits that begins with the smallest: 24 right answers where the five digits differ."""
     said = [plain(c).strip() for c in completions]
     return [float(Counter(s) == Counter(a) and s[:1] == a[:1]) for s, a in zip(said, answer, strict=True)]
+
+
+def half(prompts, completions, answer, **_) -> list[float]:
+    """Of what is sampled about every second, whatever the model: each step has a gradient."""
+    return [float(sum(plain(c).encode()) % 2) for c in completions]
