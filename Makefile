@@ -46,13 +46,13 @@ smoke: $(VENV)/.installed ## the costs of the mesh as ratios, measured in one ru
 	$(BIN)/python benchmarks/smoke.py
 
 # Each script is a process of its own, one after the other; one that fails does not keep the others from their turn.
-BENCH := smoke engines paced weights trajectories membership staleness sync_vs_async vs_trl
-BENCH_LONG := recovery "staleness --long" "sync_vs_async --long" "vs_trl --long"
+BENCH := paced weights trajectories membership staleness sync_vs_async vs_trl
+BENCH_LONG := engines recovery "staleness --long" "sync_vs_async --long" "vs_trl --long"
 each = failed=; for name in $(1); do echo "== $$name"; set -- $$name; script=$$1; shift; \
 	$(BIN)/python benchmarks/$$script.py "$$@" || failed="$$failed $$name"; done; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-bench: $(VENV)/.installed ## all benchmarks but the long ones; each prints a table and writes results/NAME.json and .png
+bench: $(VENV)/.installed ## the benchmarks, half an hour; each prints a table and writes results/NAME.json and .png
 	@$(call each,$(BENCH))
 
 bench-long: $(VENV)/.installed ## the other benchmarks, hours

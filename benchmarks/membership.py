@@ -21,7 +21,7 @@ sys.path.append(str(ROOT))
 from tests.sim import scale
 
 SIMULATED = (10, 30, 100, 300, 1000)
-REAL = (10, 30, 100)
+REAL = (10, 100)
 QUIET_S = 8.0
 DEATHS = 2
 UNITS = {"processor": "ms/s", "loopback": "B/s", "memory": "MiB", "first": "s", "last": "s", "join": "s"}

@@ -25,6 +25,7 @@ from parts.script import Findings, flags, run
 SLOTS = 2  # groups at a time, of each rollout
 WARM = 10  # steps, in which the window of credits grows; half of them where it is constant, as synchronously
 BLOCK = 5  # steps a value
+TWICE = "twice as long"  # what the protocol costs is the same: as a share it is half
 MANY = 20_000  # draws, for the expectation of a longest
 
 
@@ -33,6 +34,7 @@ def kinds(step_s: float) -> list[Waits]:
         Waits("balanced", generate_s=step_s, train_s=step_s),
         Waits("generation-bound", generate_s=2 * step_s, train_s=step_s, sigma=0.2),
         Waits("heavy-tailed", generate_s=step_s, train_s=step_s, sigma=1.0),
+        Waits(TWICE, generate_s=2 * step_s, train_s=2 * step_s),
     ]
 
 
@@ -64,9 +66,9 @@ class Cell:
 def main() -> None:
     parser = flags(__file__, __doc__)
     parser.add_argument(
-        "--steps", type=int, default=30, help=f"of each run, the first {WARM} not counted; half as many if synchronous"
+        "--steps", type=int, default=25, help=f"of each run, the first {WARM} not counted; half as many if synchronous"
     )
-    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="some of them: balanced, ...")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help="some of them: balanced, generation-bound, ...")
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 4], help="trainer.max_lag; 0 is synchronous")
     parser.add_argument("--step-s", type=float, default=0.5, help="what a batch takes to train")
     parser.add_argument("--peers", type=int, nargs="+", default=[8, 32], help="one of them the trainer (up to 64)")
@@ -86,7 +88,8 @@ def measure(arguments: argparse.Namespace) -> Findings:
         for waits in kinds(step_s)[: 1 if arguments.quick or peers != sizes[0] else None]:
             if waits.name not in (arguments.kinds or [waits.name]):
                 continue
-            for lag in lags if peers == sizes[0] else (0, lags[-1]):
+            some = lags if peers == sizes[0] else lags[-1:]
+            for lag in some if waits.name != TWICE else [lag for lag in some if lag]:
                 spec = Spec(
                     directory=str(directory / f"{waits.name}-{peers}-{lag}"),
                     rollouts=peers - 1,

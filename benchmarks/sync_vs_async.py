@@ -203,7 +203,12 @@ def pictures(task: str, found: dict[str, list[Outcome]]) -> list[Panel]:
             y = Spread.of([100 * _mean(o.rewards[max(0, i - WINDOW) : i]) for o in own])
             curves[name].append(point(_mean([o.ends[i - 1] for o in own]), y))
     return [
-        Panel(f"{task}: samples a second", "1/s", lines={"": rates}, ticks=names),
+        Panel(
+            f"{task}: samples a second",
+            "1/s",
+            lines={"": rates},
+            ticks=[n.replace(", max_lag", "\nlag") for n in names],
+        ),
         Panel(f"{task}: right answers in training", "%", "seconds", curves),
     ]
 

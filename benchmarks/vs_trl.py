@@ -67,7 +67,7 @@ class Case:
         return t.group_size * t.groups_per_step
 
 
-QUICKSTART = Case("quickstart", ROOT / "configs/quickstart.toml", seeds=3, steps=60, search_steps=10,
+QUICKSTART = Case("quickstart", ROOT / "configs/quickstart.toml", seeds=2, steps=60, search_steps=8,
                   micro_batches=(256, 64), overrides=("task.heldout_prompts=256",))  # fmt: skip
 SMOLLM2 = Case("SmolLM2-135M", ROOT / "configs/smollm2-135m.toml", seeds=2, steps=30, search_steps=7,
                micro_batches=(64, 16), overrides=("task.heldout_prompts=128", "rollout.engine=transformers"),
@@ -104,12 +104,14 @@ def measure(arguments: argparse.Namespace) -> Findings:
 
 
 def environment() -> Path:
-    """The Python of an environment with TRL, made on first use. It sees the project's packages, torch among them."""
+    """The Python of an environment with TRL, made on first use, and anew when the project's packages have
+    changed: it sees them, torch among them, and has the others."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesh-node"
     target = cache / f"trl-{sys.version_info.major}.{sys.version_info.minor}"
     python, done = target / "bin/python", target / "installed"
     here = sysconfig.get_paths()["purelib"]
-    if done.exists() and done.read_text() == here:
+    packages = "\n".join([here, *sorted(path.name for path in Path(here).glob("*.dist-info"))])
+    if done.exists() and done.read_text() == packages:
         return python
     print(f"installing TRL into {target}", file=sys.stderr, flush=True)
     shutil.rmtree(target, ignore_errors=True)
@@ -118,7 +120,7 @@ def environment() -> Path:
     (inside / "project.pth").write_text(here + "\n")
     install = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "trl", "aiohttp"]
     subprocess.run(install, check=True, timeout=INSTALL_S)
-    done.write_text(here)
+    done.write_text(packages)
     return python
 
 

@@ -32,7 +32,7 @@ LARGE_MIB = 512  # from here on fewer rounds
 
 def main() -> None:
     parser = flags(__file__, __doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of each size; 2 of the largest")
+    parser.add_argument("--rounds", type=int, default=3, help="of each size; 2 of the largest")
     parser.add_argument("--most-mib", type=int, default=max(SIZES), help="1 GiB to 2 receivers needs 16 GiB of memory")
     run(parser, measure)
 

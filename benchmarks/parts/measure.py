@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "numpy", "xxhash", "tokenizers")
 
@@ -72,14 +74,14 @@ def by_turns(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[
 
 
 def environment() -> dict[str, Any]:
-    """Where the numbers come from. ``load`` is the machine's load average before the benchmark: above 0.3 somebody
-    else was using it, and the numbers say little."""
+    """Where the numbers come from. ``load`` is how many cores others kept busy in the second before the benchmark:
+    above 0.3 the numbers say little."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
-        "load": os.getloadavg()[0],
+        "load": psutil.cpu_percent(1.0) / 100 * (psutil.cpu_count() or 1),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in PACKAGES},

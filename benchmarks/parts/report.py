@@ -12,7 +12,7 @@ from rich.table import Table
 from parts.measure import Result
 from parts.picture import Panel
 
-BUSY = 0.3  # load average before the benchmark from which on the numbers are doubtful
+BUSY = 0.3  # cores that others used before the benchmark, from which on the numbers are doubtful
 
 
 def tell(
@@ -47,9 +47,11 @@ def show(results: list[Result], report: dict) -> None:
         ratio = f"{_number(r.ratio.median)} ({_number(r.ratio.low)} - {_number(r.ratio.high)})" if r.ratio else ""
         table.add_row(r.name, f"{_number(r.mesh.median)} {r.unit}", reference, ratio, r.aim)
     console.print(table, highlight=False)
+    said: list[tuple[str, dict[str, Any]]] = []
     for r in results:
         numbers = {k: v for k, v in r.details.items() if isinstance(v, int | float)}
-        if numbers:
+        if numbers and (r.name, r.details) not in said:
+            said.append((r.name, r.details))
             text = ", ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in numbers.items())
             console.print(f"[dim]{r.name}: {text}[/]", highlight=False)
     console.print(f"{report['seconds']:.0f} s; medians over rounds, ratios with their middle half in brackets")
