@@ -114,6 +114,7 @@ class Publisher:
             raise ValueError("a lineage without a term cannot be published")
         if self._leases is None:  # trainers that never publish keep no buffers
             self._leases = Leases(BUFFERS, self.manifest.nbytes)
+            self._port.note(f"weights are sent from {BUFFERS} x {self.manifest.nbytes / 2**20:.1f} MiB of host memory")
         with self._changed:
             self._lineage = lineage
         self._port.post(self._members)
