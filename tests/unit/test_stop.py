@@ -13,9 +13,9 @@ from mesh.node import Stop, _show_stacks
 stop = Stop()
 stop.install()
 _show_stacks(open(sys.argv[1], "ab", buffering=0), stop, float(sys.argv[2]))
-print("ready", flush=True)
 
 def hangs_here():
+    print("ready", flush=True)
     while True:
         time.sleep(1)
 
