@@ -220,6 +220,19 @@ def scenario(seed: int) -> Mesh:
     return world
 
 
+def calm_scenario(seed: int) -> Mesh:
+    """The same without any trouble, though work takes its time. Raises Failure."""
+    world = Mesh(seed)
+    rng = world.rng
+    world.weather = CALM
+    world.trouble = Trouble(prove_s=rng.choice((0.01, 0.2)), learn_s=rng.choice((0.05, 0.6)), sample_s=0.2)
+    roles: dict[str, Role] = {"tcp://sim:0": "trainer"}
+    roles |= {f"tcp://sim:{i}": "rollout" for i in range(1, rng.randint(2, 5) + 1)}
+    _calm(world, roles)
+    _finish(world)
+    return world
+
+
 def _misfortune(world: Mesh, roles: dict[str, Role]) -> None:
     rng = world.rng
     what = rng.choice(("kill", "doom", "restart", "stop", "nap", "part", "deaf"))

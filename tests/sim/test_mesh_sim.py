@@ -4,7 +4,7 @@ every event, and training to the last step once the network is calm."""
 import pytest
 
 from roles.trainer.ledger import Ledger, replay
-from tests.sim.mesh import scenario
+from tests.sim.mesh import calm_scenario, scenario
 from transport.accounts import Accounts, Opened
 
 
@@ -12,6 +12,14 @@ from transport.accounts import Accounts, Opened
 def test_training_goes_on_to_its_last_step_and_every_promise_holds(first):
     for seed in range(first, first + 25):
         scenario(seed)
+
+
+def test_without_trouble_no_broadcast_fails():
+    """Whoever said it is ready takes part, also when an evaluation wants that very version at once."""
+    for seed in range(40):
+        lines = calm_scenario(seed).lines
+        assert [line for line in lines if "broadcast of" in line] == [], seed
+        assert any("broadcasts v" in line for line in lines)
 
 
 def test_a_version_that_nobody_holds_any_more_is_waited_for_by_nobody():

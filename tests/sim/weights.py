@@ -122,6 +122,7 @@ class Publishes(Part):
         except FormationBroken:
             assert formation is not None
             ok = False
+            self.world.log(self.node, f"broadcast of {start.version} failed")
             self._leases.quarantine(slot, formation.ended)
         self.mover.post(lambda: self.schedule.broadcast_ended(start.version, start.attempt, ok, self.node.now))
 

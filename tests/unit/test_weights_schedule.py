@@ -277,6 +277,17 @@ def test_an_older_version_is_pulled_from_who_still_runs_it():
     assert p.tick(2.0) == [], "nobody runs it any more"
 
 
+def test_a_version_that_is_wanted_and_comes_by_broadcast_is_not_pulled_as_well():
+    """Who pulls it is missing in the broadcast, which then waits for it until its time-out."""
+    p = formed(A, B)
+    p.snapshot(v(0), 0, 0.0)
+    wanting = Report(B1, attempt=0, wants=v(0))
+    assert of(p.report("a", wanting, 0.1), AnnounceTo) == []
+    p.report("a", ready(v(0)), 0.2)
+    assert of(p.report("b", ready(v(0)), 0.2), StartBroadcast)
+    assert of(p.report("a", wanting, 0.3), AnnounceTo) == []
+
+
 def test_who_wants_a_version_that_nobody_runs_any_more_pulls_the_newest():
     p = formed(A, B)
     for number in (0, 1, 2):

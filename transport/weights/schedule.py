@@ -317,8 +317,11 @@ class PublisherSchedule:
         """Tell those that lack a version, and will not get it by broadcast, from whom to pull it."""
         effects: list[Any] = []
         pullers = dict.fromkeys(self._pullers(now), self.newest)
+        offered = self._offered()
         for peer, r in self.receivers.items():
             wants = r.report.wants if r.report is not None else None
+            if wants == self.newest and peer in offered:
+                wants = None  # it comes by broadcast; who pulled it meanwhile would be missing there
             choices = [v for v in (wants, pullers.get(peer)) if v in self._past]
             if not choices or now < self._told.get(peer, now):
                 continue
@@ -344,8 +347,12 @@ class PublisherSchedule:
             return lacking
         wanted = dict.fromkeys(self._wanted(now))
         few = 2 * sum(p in wanted for p in lacking) <= len(wanted)
-        offered = self._formed_receivers() if self._offer is not None and self._offer.version == version else []
+        offered = self._offered()
         return [p for p in lacking if p not in offered and (few or p not in wanted)]
+
+    def _offered(self) -> list[PeerId]:
+        """Those to whom the newest version comes by broadcast."""
+        return self._formed_receivers() if self._offer is not None and self._offer.version == self.newest else []
 
     def _start(self, offer: _Offer, now: float) -> list[Any]:
         self.publications += offer.attempt == 1
